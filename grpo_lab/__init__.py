@@ -1,0 +1,27 @@
+"""GRPO on a graphics card that is too small for it: measure, understand and fit.
+
+>>> from grpo_lab import Recipe, simulate
+>>> report = simulate(Recipe(model="SmolLM2-135M", max_completion_length=32))
+>>> report.fits
+True
+"""
+from importlib import import_module
+
+_HOMES = {  # public name -> module; imported on first use, so that `recipe` and `gpus` stay free of torch
+    "Recipe": "recipe", "simulate": "simulate", "measure": "simulate", "train": "grpo.train",
+    "MemoryReport": "memory", "VirtualGPU": "memory", "track": "memory", "oom_guard": "memory.guard",
+}
+__all__ = list(_HOMES)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

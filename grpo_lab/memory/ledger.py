@@ -1,0 +1,315 @@
+"""The ledger: every storage that PyTorch makes while it is on, with its size, op, category and phase, until it dies.
+
+>>> import torch
+>>> with Ledger() as ledger:
+...     with ledger.phase("forward"):
+...         x = torch.zeros(1000, dtype=torch.float32)      # 4,000 bytes, rounded up to 4,096 as CUDA does
+...         y = x + 1
+...         del x
+>>> ledger.allocated, ledger.peak_allocated
+(4096, 8192)
+
+It works the same over real and fake tensors, and it knows nothing of models. It is a ``TorchDispatchMode``; storages
+are followed by weak reference. Some of autograd's formulas take another, hungrier path while any mode is on; the
+ledger leads them back (:func:`eager_again`), so that it doesn't change what it measures.
+"""
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from contextlib import contextmanager
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .allocator import CachingAllocator, DoesNotFit, round_up
+
+CATEGORIES = ["parameters", "gradients", "optimizer state", "reference model", "activations", "logits", "KV cache",
+              "temporaries", "workspace", "other"]
+
+aten = torch.ops.aten
+
+# Autograd accumulates into a buffer that nobody else holds, but only while no mode is on (`can_accumulate_inplace` in
+# torch/csrc/autograd/input_buffer.cpp; `areAnyTensorSubclassLike` in FunctionsManual.cpp). What then runs in place:
+IN_PLACE = {
+    aten.add.Tensor: aten.add_.Tensor,                          # two gradients of one tensor meet
+    aten.scatter_add.default: aten.scatter_add_.default,        # backward of gather
+    aten.index_put.default: aten.index_put_.default,            # backward of advanced indexing
+    aten.index_add.default: aten.index_add_.default,            # backward of index_select
+    aten.scatter.src: aten.scatter_.src,                        # backward of max, min, sort
+    aten.scatter.value: aten.scatter_.value,
+}
+
+# What an op's own C++ allocates and frees inside, the same on the CPU and on CUDA, where no mode can see it.
+KERNEL_TEMPORARIES = {
+    aten.logsumexp.default: lambda x, *_: x.numel() * x.element_size(),     # (self - maxes).exp_(), ReduceOps.cpp
+}
+
+
+class Record:
+    """One storage's life: bytes (rounded to 512), the op that made it, its category, its phase."""
+
+    __slots__ = ("bytes", "op", "category", "phase", "block", "address", "died")
+
+    def __init__(self, nbytes: int, op: str, category: str | None, phase: str):
+        self.bytes, self.op, self.category, self.phase = nbytes, op, category, phase
+        self.block, self.address, self.died = None, 0, False
+
+
+class Ledger(TorchDispatchMode):
+    """Counts while it is entered. ``allocator``: the replica that the bytes go through (default: one without a budget).
+
+    ``enforce=True`` raises ``torch.OutOfMemoryError`` where the allocator's budget ends; otherwise the first failure
+    is kept in ``oom`` and the count goes on as if there were no end.
+    """
+
+    def __init__(self, allocator: CachingAllocator | None = None, enforce: bool = False, context: int = 0):
+        super().__init__()
+        self.allocator = allocator or CachingAllocator()
+        self.budget, self.context = self.allocator.budget, context
+        self.enforce, self.oom = enforce, None
+        self.events: list[tuple[int, Record, int, int]] = []        # (+1 | -1, record, allocated, reserved) after it
+        self.phases: list[dict] = []                                # name, start and end in events, peaks
+        self.vocabularies: set[int] = set()                         # widths by which logits are recognized
+        self._records: dict[int, Record] = {}                       # storage address -> record, while it lives
+        self._refs: dict[int, weakref.ref] = {}
+        self._forward: list[Record] = []                            # made with gradients on, not yet classified
+        self._modules: list[weakref.ref] = []
+        self._phase: list[str] = ["start"]
+        self._category: list[str | None] = [None]
+
+    # ---- what a caller says -----------------------------------------------------------------------------------
+
+    @property
+    def allocated(self) -> int:
+        return self.allocator.allocated
+
+    @property
+    def peak_allocated(self) -> int:
+        return max((event[2] for event in self.events), default=self.allocated)
+
+    @contextmanager
+    def phase(self, name: str):
+        """Names what runs inside; peaks are kept for each phase."""
+        self._phase.append(name)
+        entry = {"phase": name, "start": len(self.events), "allocated": self.allocated,
+                 "reserved": self.allocator.reserved}
+        self.phases.append(entry)
+        try:
+            yield self
+        finally:
+            self._phase.pop()
+            entry["end"] = len(self.events)
+            self.label_gradients()
+
+    @contextmanager
+    def category(self, name: str):
+        """Storages made inside are of this category."""
+        self._category.append(name)
+        try:
+            yield self
+        finally:
+            self._category.pop()
+
+    def tag(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Gives the storages of ``tensors`` a category, from their birth on. Storages never seen are left alone."""
+        for tensor in tensors:
+            for leaf in _plain(tensor):
+                record = self._records.get(leaf.untyped_storage()._cdata)
+                if record is not None:
+                    record.category = category
+
+    def adopt(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Enters storages that were there before the ledger was."""
+        for tensor in tensors:
+            for leaf in _plain(tensor):
+                if leaf.untyped_storage()._cdata not in self._records:
+                    self._enter(leaf, "was there before", category)
+
+    def watch(self, module: torch.nn.Module, category: str = "parameters") -> None:
+        """Parameters and buffers of ``module`` get this category, and their gradients will be known as gradients."""
+        self.tag(module.parameters(), category)
+        self.tag(module.buffers(), category)
+        self._modules.append(weakref.ref(module))
+
+    def add(self, nbytes: int, op: str, category: str) -> Record:
+        """Enters bytes that no tensor holds (a library's workspace). Give them back with :meth:`drop`."""
+        record = Record(nbytes, op, category, self._phase[-1])
+        self._allocate(record)
+        return record
+
+    def drop(self, record: Record) -> None:
+        if not record.died:
+            record.died = True
+            self.allocator.free(record.block)
+            self._event(-1, record)
+
+    # ---- what PyTorch says --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = eager_again(func, args, kwargs or {}) if torch._C._current_graph_task_id() != -1 else None
+        if out is None:
+            out = func(*args, **(kwargs or {}))
+        self._see(func, args, out)
+        return out
+
+    def _see(self, func, args, out) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        grad = torch.is_grad_enabled()
+        if in_backward and not grad and self._forward:
+            self._classify_activations()
+        if func in KERNEL_TEMPORARIES:
+            self.drop(self.add(KERNEL_TEMPORARIES[func](*args), f"{op_name(func)} (inside)", "temporaries"))
+        for tensor in () if aliases_input(func) else _leaves(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._records:
+                continue
+            record = self._enter(tensor, func, self._category[-1])
+            if record is not None and record.category is None:
+                if tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies:
+                    record.category = "logits"
+                elif grad:
+                    self._forward.append(record)
+
+    def _enter(self, tensor: torch.Tensor, op, category: str | None) -> Record | None:
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return None
+        record = Record(nbytes, op, category, self._phase[-1])
+        key = storage._cdata
+        self._allocate(record)
+        self._records[key] = record
+        self._refs[key] = weakref.ref(storage, lambda _, key=key: self._died(key))
+        return record
+
+    def _died(self, key: int) -> None:
+        self._refs.pop(key, None)
+        record = self._records.pop(key, None)
+        if record is not None:
+            self.drop(record)
+
+    def _allocate(self, record: Record) -> None:
+        try:
+            record.block = self.allocator.allocate(record.bytes)
+        except DoesNotFit:
+            oom = {"requested": record.bytes, "op": op_name(record.op), "phase": record.phase,
+                   "allocated": self.allocated, "reserved": self.allocator.reserved, "event": len(self.events),
+                   "category": record.category}
+            self.oom = self.oom or oom
+            if self.enforce:
+                raise torch.OutOfMemoryError(cuda_message(oom, self.budget, self.context)) from None
+            self.allocator.budget = None
+            record.block = self.allocator.allocate(record.bytes)
+        record.address, record.bytes = record.block.address, round_up(record.bytes)
+        self._event(1, record)
+
+    def _event(self, sign: int, record: Record) -> None:
+        self.events.append((sign, record, self.allocator.allocated, self.allocator.reserved))
+
+    # ---- whose bytes they are -------------------------------------------------------------------------------------
+
+    def _classify_activations(self) -> None:
+        """What a forward made and a backward still finds is an activation; what was gone by then was temporary."""
+        for record in self._forward:
+            if not record.died and record.category is None:
+                record.category = "activations"
+        self._forward.clear()
+
+    def label_gradients(self) -> None:
+        for module in filter(None, (ref() for ref in self._modules)):
+            self.tag((p.grad for p in module.parameters() if p.grad is not None), "gradients")
+            for parameter in module.parameters():                       # added since: adapters
+                record = self._records.get(parameter.untyped_storage()._cdata)
+                if record is not None and record.category is None:
+                    record.category = "parameters"
+
+    def _before_step(self, optimizer, args, kwargs) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.tag(parameters, "parameters")
+        self.tag((p.grad for p in parameters if p.grad is not None), "gradients")
+
+    def _after_step(self, optimizer, args, kwargs) -> None:
+        for state in optimizer.state.values():
+            self.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer state")
+
+    def __enter__(self):
+        self._hooks = [register_optimizer_step_pre_hook(self._before_step),
+                       register_optimizer_step_post_hook(self._after_step)]
+        return super().__enter__()
+
+    def __exit__(self, *exc):
+        for hook in self._hooks:
+            hook.remove()
+        self.label_gradients()
+        return super().__exit__(*exc)
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor itself, or the plain ones inside a wrapper (DTensor and the like)."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [leaf for name in tensor.__tensor_flatten__()[0] for leaf in _plain(getattr(tensor, name))]
+    return [tensor] if tensor.layout is torch.strided and tensor.device.type != "meta" else []
+
+
+def _leaves(out) -> list[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        return _plain(out)
+    if isinstance(out, (tuple, list)):
+        return [leaf for item in out for leaf in _leaves(item)]
+    return []
+
+
+@functools.cache
+def aliases_input(func) -> bool:
+    """Whether ``func`` returns a view of an argument, or the argument itself: no new storage either way."""
+    return any(r.alias_info is not None for r in func._schema.returns)
+
+
+def eager_again(func, args, kwargs):
+    """Runs ``func`` in place where plain autograd would have; None where it wouldn't.
+
+    Inside a backward pass the first operand's memory is reused when nobody but autograd's buffer holds it. The counts
+    are what a dispatch mode sees of such a tensor: the buffer, the argument and its Python object (four), and a
+    storage held by the tensor and its Python object (two).
+    """
+    in_place = IN_PLACE.get(func)
+    if in_place is None or torch.is_grad_enabled():
+        return None
+    return in_place(*args, **kwargs) if _unshared(args[0]) else None
+
+
+def _unshared(tensor: torch.Tensor) -> bool:
+    return (tensor._use_count() <= 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
+            and tensor.is_contiguous())
+
+
+def op_name(op) -> str:
+    return op if isinstance(op, str) else str(op).removesuffix(".default")
+
+
+def cuda_message(oom: dict, budget: int, context: int) -> str:
+    """The words of PyTorch 2.10 to 2.13 for the same event on a card with ``budget + context`` bytes."""
+    used = oom["reserved"] + context
+    return (f"CUDA out of memory. Tried to allocate {size(oom['requested'])}. GPU 0 has a total capacity of "
+            f"{size(budget + context)} of which {size(budget - oom['reserved'])} is free. Including non-PyTorch memory, "
+            f"this process has {size(used)} memory in use. Of the allocated memory {size(oom['allocated'])} is "
+            f"allocated by PyTorch, and {size(oom['reserved'] - oom['allocated'])} is reserved by PyTorch but "
+            "unallocated. If reserved but unallocated memory is large try setting "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory "
+            "Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+            "#optimizing-memory-usage-with-pytorch-alloc-conf)")
+
+
+def size(nbytes: int) -> str:
+    """Bytes as CUDA's messages write them.
+
+    >>> size(512), size(2048), size(3 * 2**20), size(5 * 2**30 // 2)
+    ('512 bytes', '2.00 KiB', '3.00 MiB', '2.50 GiB')
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} bytes"

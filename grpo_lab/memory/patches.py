@@ -1,0 +1,69 @@
+"""Choices that libraries make by looking at the device, led to a card's while fake CPU tensors stand in for it.
+
+Each entry names where the choice is made. They are private names of pinned versions: a missing one raises at once.
+"""
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+@contextmanager
+def cuda_choices(foreach: bool = True):
+    """Inside, optimizers and gradient clipping take foreach kernels as on CUDA, transformers builds its attention mask
+    only where it would on the card, autocast for "cuda" is autocast, and modules may be moved to "cuda"."""
+    with ExitStack() as stack:
+        patch = lambda target, name, new: stack.enter_context(mock.patch.object(target, name, new))  # noqa: E731
+        if foreach:
+            _foreach(patch)
+        _masks(patch)
+        _moves(patch)
+        yield
+
+
+def _foreach(patch) -> None:
+    from torch.nn.utils import clip_grad
+    from torch.optim import _functional  # noqa: F401  (torch.optim is loaded)
+    from torch.utils import _foreach_utils as utils
+    import importlib
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    # torch/optim/optimizer.py: _default_to_fused_or_foreach; torch/utils/_foreach_utils.py: _has_foreach_support
+    devices = ["cuda", "cpu"]
+    patch(optimizer, "_get_foreach_kernels_supported_devices", lambda: devices)
+    patch(utils, "_get_foreach_kernels_supported_devices", lambda: devices)
+    patch(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor])
+    if not hasattr(clip_grad, "_has_foreach_support"):
+        raise RuntimeError("torch.nn.utils.clip_grad no longer asks _has_foreach_support: grpo_lab needs an update")
+    patch(clip_grad, "_has_foreach_support", lambda tensors, device: True)
+
+
+def _masks(patch) -> None:
+    from transformers import masking_utils
+    # A fake tensor looks like tracing, and tracing always builds a mask; a card drops one that masks nothing.
+    patch(masking_utils, "is_tracing", lambda *a, **k: False)
+
+
+def _moves(patch) -> None:
+    module_apply, autocast_init = torch.nn.Module._apply, torch.amp.autocast_mode.autocast.__init__
+
+    def apply(self, fn, recurse=True):
+        # Module.to swaps tensors in place, which fake ones refuse: put the converted ones in their stead.
+        if not any(isinstance(t, FakeTensor) for t in self.parameters()):
+            return module_apply(self, fn, recurse)
+        for part in self.modules() if recurse else [self]:
+            for name, parameter in part._parameters.items():
+                with torch.no_grad():
+                    new = parameter if parameter is None else fn(parameter)
+                if new is not parameter:
+                    part._parameters[name] = torch.nn.Parameter(new, parameter.requires_grad)
+            part._buffers.update({name: b if b is None else fn(b) for name, b in part._buffers.items()})
+        return self
+
+    def autocast(self, device_type, *args, **kwargs):
+        return autocast_init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    patch(torch.nn.Module, "_apply", apply)
+    patch(torch.amp.autocast_mode.autocast, "__init__", autocast)

@@ -1,0 +1,134 @@
+"""Where training meets the instrument: one GRPO step of a recipe, on fake tensors (`simulate`) or real ones (`measure`).
+
+>>> from grpo_lab import Recipe
+>>> report = simulate(Recipe(model="SmolLM2-135M", gpu="RTX 3080 Laptop 8GB", max_completion_length=64))
+>>> report.fits, list(report.phases.index)
+(True, ['load', 'rollout', 'forward', 'backward', 'optimizer'])
+
+Both run the code of :mod:`grpo_lab.grpo` that `train` runs, on a batch of the recipe's maximum lengths.
+"""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from .grpo import rollout, setup
+from .grpo.step import Samples, step
+from .memory import MemoryReport, VirtualGPU, track
+from .recipe import Recipe
+
+
+def simulate(recipe: Recipe, *, steps: int = 2, kernels: str = "cuda", every_micro_batch: bool = False) -> MemoryReport:
+    """What the recipe would do to its card, without the card and without weights.
+
+    ``steps``: optimizer steps on one card, from loading on. The first makes the optimizer's states at its end; only the
+    second has them beside its activations. Of many micro-batches two are run, for the rest are like the second
+    (``every_micro_batch=True`` runs all). The bytes go past the card's budget if need be: ask ``report.oom``.
+    """
+    with VirtualGPU(recipe.gpu, enforce=False, kernels=kernels) as gpu:
+        model = gpu.load(recipe.model, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation,
+                         quantization=recipe.quantization)
+        reference = None
+        if recipe.needs_reference:
+            reference = gpu.load(recipe.model, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation,
+                                 category="reference model").requires_grad_(False)
+        _steps(recipe if every_micro_batch else _excerpt(recipe), model, reference, gpu.phase, steps, skip=not every_micro_batch)
+        return gpu.report()
+
+
+def measure(recipe: Recipe, model=None, *, steps: int = 2) -> MemoryReport:
+    """The same with real tensors, on CUDA where there is one, else on this CPU.
+
+    ``model`` None loads the recipe's weights (``"tiny"``, ``"SmolLM2-135M"``, a folder, a hub id); only memory is
+    looked at, so any weights of that architecture serve. On Windows a driver may spill into the host's memory instead
+    of failing: a run without an error is then no proof that it fits.
+    """
+    from . import models
+    if model is None:
+        model, _ = models.load(recipe.model, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    reference = None
+    if recipe.needs_reference:
+        import copy
+        reference = copy.deepcopy(model).requires_grad_(False)
+    with track(existing=False) as memory:
+        memory.ledger.adopt([*model.parameters(), *model.buffers()], "parameters")
+        if reference is not None:
+            memory.ledger.adopt([*reference.parameters(), *reference.buffers()], "reference model")
+        memory.ledger.vocabularies.add(model.config.vocab_size)
+        memory.ledger.watch(model)
+        _steps(recipe, model, reference, memory.phase, steps)
+    return memory.report()
+
+
+def _steps(recipe, model, reference, phase, steps: int, skip: bool = False) -> None:
+    """``steps`` GRPO steps on batches of the maximum lengths; ``skip`` jumps over all tokens but the first and last."""
+    policy = setup.prepare(model, recipe)
+    optimizer = setup.make_optimizer(policy, recipe)
+    for _ in range(steps):
+        with phase("rollout"):
+            samples = _rollout(policy, recipe, skip)
+        if skip:
+            samples = samples[:recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps]
+        step(policy, optimizer, samples, recipe, reference, phase)
+        del samples
+
+
+def _rollout(policy, recipe, skip: bool) -> Samples:
+    """A generation batch of the maximum lengths. One row a micro-batch is padded, as among unequal prompts."""
+    device = next(policy.parameters()).device
+    rows, prompt, completion = recipe.generation_batch_size, recipe.max_prompt_length, recipe.max_completion_length
+    prompt_ids = torch.ones(rows, prompt, dtype=torch.long, device=device)
+    prompt_mask = torch.ones_like(prompt_ids)
+    if prompt > 1:
+        prompt_mask[::recipe.per_device_train_batch_size, 0] = 0
+    if skip:
+        _first_and_last_token(policy, prompt_ids, prompt_mask, recipe)
+        completion_ids = torch.ones(rows, completion, dtype=torch.long, device=device)
+        completion_mask = torch.ones_like(completion_ids)
+    else:
+        first = slice(None, None, recipe.num_generations)      # each prompt runs once, then is fanned out to its group
+        completion_ids, completion_mask = rollout.generate(
+            policy, prompt_ids[first], prompt_mask[first], max_completion_length=completion,
+            temperature=recipe.temperature, eos_token_id=None, pad_token_id=0, autocast=recipe.autocast,
+            batch_size=recipe.rollout_batch, num_return_sequences=recipe.num_generations)
+    return Samples(prompt_ids, prompt_mask, completion_ids, completion_mask, torch.zeros(rows, device=device))
+
+
+def _first_and_last_token(policy, prompt_ids, prompt_mask, recipe) -> None:
+    """`rollout.generate` for one chunk of sequences, without the tokens between the first and the last.
+
+    The cache is at its largest at the last token, and so is what comes on top of it: each layer's keys and values of
+    one more token, made while the old ones live.
+    """
+    fan_out = recipe.num_generations if recipe.rollout_batch % recipe.num_generations == 0 else 1
+    chunk = slice(None, recipe.rollout_batch, fan_out)
+    mask = prompt_mask[chunk]
+    with rollout.generation_mode(policy, recipe.autocast):
+        logits, cache = rollout.prefill(policy, prompt_ids[chunk], mask)
+        if fan_out > 1:
+            cache.batch_repeat_interleave(fan_out)
+            logits, mask = logits.repeat_interleave(fan_out, 0), mask.repeat_interleave(fan_out, 0)
+        token = rollout.sample(logits, recipe.temperature)
+        if (new := recipe.max_completion_length) > 1:
+            _grow(cache, new - 2)
+            mask = torch.cat([mask, mask.new_ones(len(mask), new - 1)], dim=1)
+            rollout.sample(rollout.decode(policy, token[:, None], mask, cache), recipe.temperature)
+
+
+def _grow(cache, tokens: int) -> None:
+    """Makes the cache as long as ``tokens`` more decode steps would."""
+    for layer in cache.layers if tokens else ():
+        for name in ("keys", "values"):
+            old = getattr(layer, name)
+            setattr(layer, name, old.new_empty(*old.shape[:-2], old.shape[-2] + tokens, old.shape[-1]))
+
+
+def _excerpt(recipe: Recipe):
+    """The recipe with two micro-batches at most, one optimizer step a generation batch: the others are like them."""
+    accumulation = min(2, recipe.gradient_accumulation_steps)
+    names = {name: getattr(recipe, name) for name in dir(recipe) if not name.startswith("_")}
+    return SimpleNamespace(**names | {"gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation,
+                                      "num_iterations": 1})
