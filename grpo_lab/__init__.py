@@ -8,7 +8,7 @@ True
 from importlib import import_module
 
 _HOMES = {  # public name -> module; imported on first use, so that `recipe` and `gpus` stay free of torch
-    "Recipe": "recipe", "simulate": "simulate", "measure": "simulate", "train": "grpo.train",
+    "Recipe": "recipe", "simulate": "simulation", "measure": "simulation", "train": "grpo.train",
     "MemoryReport": "memory", "VirtualGPU": "memory", "track": "memory", "oom_guard": "memory.guard",
 }
 __all__ = list(_HOMES)

@@ -203,7 +203,7 @@ def _simulated(recipe: Recipe) -> dict[str, Any]:
     kept = cache_dir() / "simulated" / f"{_fingerprint(recipe)}.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    from .simulate import simulate
+    from .simulation import simulate
 
     report = simulate(recipe)
     row = {name: getattr(report, name) for name in ("peak_allocated", "peak_reserved", "fits")}

@@ -1,7 +1,8 @@
 """Write the problems of `grpo_lab.tasks` into data/problems/: `python scripts/make_problems.py`.
 
-Seeded, so that the same files come out byte for byte. Two problems that a reader would call the same (3+4 and 4+3; the
-same countdown numbers in another order) never lie in different splits: a held-out problem is new in either spelling.
+Seeded, so that the same files come out byte for byte. Two problems that a reader would call the same (3+4 and
+4+3; the same countdown numbers in another order) never lie in different splits: a held-out problem is new in
+either spelling.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / "data" / "problems"
 SEED = 42
-OPERANDS = range(50)          # a+b with a, b in 0..49: 2,500 problems in all
-ADDITION_HELD_OUT = 250       # in validation and in test; the other 2,000 train
+OPERANDS = range(50)  # a+b with a, b in 0..49: 2,500 problems in all
+ADDITION_HELD_OUT = 250  # in validation and in test; the other 2,000 train
 COUNTDOWN_SIZES = {"train": 1000, "validation": 100, "test": 100}
 COUNTDOWN_NUMBERS = range(1, 13)
 COUNTDOWN_TARGETS = range(1, 100)
@@ -30,7 +31,9 @@ def addition(seed: int = SEED) -> dict[str, list[dict]]:
         splits[fits[0] if fits else "train"] += pairs
     for pairs in splits.values():
         rng.shuffle(pairs)
-    return {s: [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs] for s, pairs in splits.items()}
+    return {
+        s: [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs] for s, pairs in splits.items()
+    }
 
 
 def countdown(seed: int = SEED) -> dict[str, list[dict]]:
@@ -66,14 +69,18 @@ def as_jsonl(rows: list[dict]) -> str:
 def files() -> dict[str, str]:
     """Path below data/problems/ -> text of the file."""
     tasks = {"addition": addition(), "countdown": countdown()}
-    return {f"{task}/{split}.jsonl": as_jsonl(rows) for task, splits in tasks.items() for split, rows in splits.items()}
+    return {
+        f"{task}/{split}.jsonl": as_jsonl(rows)
+        for task, splits in tasks.items()
+        for split, rows in splits.items()
+    }
 
 
 def main() -> None:
     for name, text in files().items():
         path = FOLDER / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())    # bytes: the same file on every system, also where newlines differ
+        path.write_bytes(text.encode())  # bytes: the same file on every system, also where newlines differ
         print(f"{len(text.splitlines()):5d} problems  {path}")
 
 

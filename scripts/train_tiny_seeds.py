@@ -1,8 +1,9 @@
-"""Train the tiny model with GRPO on five seeds, and once on shuffled rewards: `python scripts/train_tiny_seeds.py`.
+"""Train the tiny model with GRPO on five seeds, and once on shuffled rewards.
 
-Prints a table and writes it to data/tiny_seeds.csv. Accuracies are of one greedy answer to each of the 250 test
-problems, which no run has trained on. The settings are `Recipe.preset("tiny")` and `TRAIN_KEYWORDS["tiny"]`; they were
-chosen on the validation problems. Takes about a minute a run on two idle cores.
+`python scripts/train_tiny_seeds.py` prints a table and writes it to data/tiny_seeds.csv. Accuracies are of
+one greedy answer to each of the 250 test problems, which no run has trained on. The settings are
+`Recipe.preset("tiny")` and `TRAIN_KEYWORDS["tiny"]`; they were chosen on the validation problems. A run takes
+about a minute on two idle cores.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SEEDS = (0, 1, 2, 3, 4)
 
 
 def shuffled(func, seed: int):
-    """The same rewards, dealt out among the answers at random: all that is lost is which answer earned which."""
+    """The same rewards, dealt out among the answers at random: only which answer earned which is lost."""
     rng = random.Random(seed)
 
     def shuffled_rewards(**columns) -> list[float]:
@@ -39,7 +40,9 @@ def shuffled(func, seed: int):
     return shuffled_rewards
 
 
-def run(seed: int, shuffle: bool = False, max_steps: int | None = None, split: str = "test", **changes) -> dict:
+def run(
+    seed: int, shuffle: bool = False, max_steps: int | None = None, split: str = "test", **changes
+) -> dict:
     """One run: a row of the table."""
     recipe = Recipe.preset("tiny", seed=seed, **changes)
     if max_steps is not None:
@@ -48,23 +51,45 @@ def run(seed: int, shuffle: bool = False, max_steps: int | None = None, split: s
     model, tokenizer = models.load("tiny")
 
     def accuracy() -> float:
-        return evaluate(model, tokenizer, task.prompts(split), task.reward_funcs,
-                        max_completion_length=recipe.max_completion_length)
+        return evaluate(
+            model,
+            tokenizer,
+            task.prompts(split),
+            task.reward_funcs,
+            max_completion_length=recipe.max_completion_length,
+        )
 
     before, start = accuracy(), time.perf_counter()
     reward_funcs = [shuffled(func, seed) for func in task.reward_funcs] if shuffle else task.reward_funcs
-    model, history = train(recipe, model=model, tokenizer=tokenizer, reward_funcs=reward_funcs, progress=False,
-                           **TRAIN_KEYWORDS["tiny"])
+    model, history = train(
+        recipe,
+        model=model,
+        tokenizer=tokenizer,
+        reward_funcs=reward_funcs,
+        progress=False,
+        **TRAIN_KEYWORDS["tiny"],
+    )
     seconds = time.perf_counter() - start
-    return {"rewards": "shuffled" if shuffle else "real", "seed": seed, "steps": len(history), "before": before,
-            "after": accuracy(), "seconds": round(seconds, 1), "threads": torch.get_num_threads()}
+    return {
+        "rewards": "shuffled" if shuffle else "real",
+        "seed": seed,
+        "steps": len(history),
+        "before": before,
+        "after": accuracy(),
+        "seconds": round(seconds, 1),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--max-steps", type=int, help="a shorter run, which writes no file")
-    parser.add_argument("--split", default="test", choices=tasks.SPLITS, help="for tuning: validation, which writes no file")
+    parser.add_argument(
+        "--split", default="test", choices=tasks.SPLITS, help="for tuning: validation, which writes no file"
+    )
     options = parser.parse_args()
     rows = []
     for seed, shuffle in [*((seed, False) for seed in options.seeds), (options.seeds[0], True)]:

@@ -14,13 +14,14 @@ from .rollout import autocast_context
 
 ADVANTAGE_EPSILON = 1e-4  # added to the standard deviation; TRL's constant
 ENTROPY_ROWS = 128  # rows whose softmax is held at once for the entropy metric; TRL's constant
+SMALL = 2**20  # logits that aren't worth a loop
 HEAD_SCALES = (  # what transformers calls factors that a model applies to its logits
     "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier",
 )  # fmt: skip
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """Each answer's reward relative to its group's, (B,) to (B,); `num_generations` rows in a row are a group.
+    """Each answer's reward relative to its group's, (B,) to (B,); groups are `num_generations` rows in a row.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), num_generations=4, scale_rewards="none")
     tensor([ 0.5000, -0.5000, -0.5000,  0.5000])
@@ -52,7 +53,7 @@ def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def selective_log_softmax(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """log softmax(logits) of one token a position: (B, C, V) and (B, C) to (B, C), row by row to save memory.
+    """log softmax(logits) of one token a position, (B, C, V) and (B, C) to (B, C), row by row to save memory.
 
     >>> selective_log_softmax(torch.zeros(1, 1, 4), torch.tensor([[2]]))           # log(1/4)
     tensor([[-1.3863]])
@@ -60,7 +61,8 @@ def selective_log_softmax(logits: Tensor, token_ids: Tensor) -> Tensor:
     index = token_ids.unsqueeze(-1)
     if logits.dtype in (torch.float32, torch.float64):
         chosen = torch.gather(logits, dim=-1, index=index).squeeze(-1)
-        return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+        rows = max(1, SMALL // logits[0].numel())  # one, as in TRL, but for toy models, where the loop is slow
+        return chosen - torch.cat([torch.logsumexp(part, dim=-1) for part in logits.split(rows)])
     # logsumexp loses too much in 16 bits
     rows = [F.log_softmax(row, dim=-1).gather(-1, chosen) for row, chosen in zip(logits, index, strict=True)]
     return torch.stack(rows).squeeze(-1)

@@ -102,7 +102,7 @@ def mask_after_eos(completion_ids: Tensor, eos_token_id: TokenIds) -> Tensor:
 
 
 def is_eos(token_ids: Tensor, eos_token_id: TokenIds) -> Tensor:
-    """Where a token ends a completion: bool, of the same shape. A model has one end token, several or none."""
+    """Where a token ends a completion: bool, of the same shape. A model has one end token, many or none."""
     ids = (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id or ()
     result = torch.zeros_like(token_ids, dtype=torch.bool)
     for token in ids:
@@ -115,7 +115,7 @@ def generate(
     pad_token_id: int, temperature: float = 1.0, batch_size: int | None = None, num_return_sequences: int = 1,
     autocast: str | None = None, generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sample a completion for each prompt row (B, P): ids and mask, (B, C) each, C being the longest's length.
+    """Sample a completion for each prompt row (B, P): ids and mask, (B, C) each, with C the longest's length.
 
     >>> ids, mask = generate(model, prompt_ids, prompt_mask, max_completion_length=8,
     ...                      eos_token_id=2, pad_token_id=0, temperature=0)        # doctest: +SKIP
@@ -179,9 +179,9 @@ def encode_prompts(
     if max_prompt_length is not None and width > max_prompt_length:
         text = repr(next(text for text, row in zip(texts, rows, strict=True) if len(row) == width))
         text = text if len(text) <= 60 else text[:57] + "..."
-        raise ValueError(f"max_prompt_length={max_prompt_length} is shorter than the prompt {text}, which has "
-                         f"{width} tokens: raise max_prompt_length to at least {width}, or leave out longer "
-                         "prompts.")  # fmt: skip
+        raise ValueError(f"max_prompt_length={max_prompt_length} is shorter than the prompt {text}, which "
+                         f"has {width} tokens: raise max_prompt_length to at least {width}, or leave out "
+                         "longer prompts.")  # fmt: skip
     pad = special_tokens(tokenizer)["pad_token_id"]
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)

@@ -37,7 +37,7 @@ def prepare(model, recipe):
 
 
 def add_lora(model, recipe):
-    """The model under a LoRA adapter of the recipe's rank, alpha, targets and dtype; other weights are frozen.
+    """The model under a LoRA adapter of the recipe's rank, alpha, targets and dtype; the rest is frozen.
 
     >>> add_lora(model, Recipe(lora_rank=16)).print_trainable_parameters()        # doctest: +SKIP
     """

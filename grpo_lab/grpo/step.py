@@ -10,10 +10,10 @@ Where this departs from GRPO as published (Shao et al. 2024, arXiv:2402.03300, a
 - where a generation batch feeds a single update, the old log-probs are the current ones and aren't computed.
 
 Where it departs from TRL 1.16's `GRPOTrainer`:
-- `logits="full"` makes the logits, as TRL did until 1.15; 1.16 has a fused output layer: "chunked" is near it;
+- `logits="full"` makes the logits, as TRL did until 1.15; 1.16 fuses the output layer: "chunked" is near it;
 - one process, text only, a ratio for each token; no vLLM, tools, entropy bonus or masking of cut-off answers;
-- `steps_per_generation` is a multiple of `gradient_accumulation_steps`, so that no update spans two generation
-  batches;
+- `steps_per_generation` is a multiple of `gradient_accumulation_steps`, so that no update spans two
+  generation batches;
 - a prompt longer than `max_prompt_length` is refused, where TRL 1.x has no limit.
 
 Loss and gradients are TRL's own on the same batch: tests/unit/test_equals_trl.py.
@@ -85,8 +85,8 @@ def score(policy, samples: Samples, recipe, reference=None, phase: Phase = nullc
             samples = replace(samples, old_logps=_score_with(policy, samples, recipe))
     if recipe.beta != 0.0:
         if reference is None and not hasattr(policy, "disable_adapter"):
-            raise ValueError(f"beta={recipe.beta} needs a reference model where every weight is trained: pass "
-                             "reference=copy.deepcopy(model) from before training, or set beta=0.")  # fmt: skip
+            raise ValueError(f"beta={recipe.beta} needs a reference model if every weight is trained: pass "
+                             "reference=copy.deepcopy(model) from before training, or beta=0.")  # fmt: skip
         adapter_off = policy.disable_adapter() if reference is None else nullcontext()
         with phase("reference log-probs"), adapter_off:
             ref_logps = _score_with(policy if reference is None else reference, samples, recipe)
@@ -174,7 +174,7 @@ def windows(samples: Samples, recipe) -> Iterator[Samples]:
     if steps % accumulation:
         multiple = accumulation * max(1, round(steps / accumulation))
         raise ValueError(f"steps_per_generation={steps} is no multiple of gradient_accumulation_steps="
-                         f"{accumulation}, so an update would span two generation batches: use {multiple}, or "
+                         f"{accumulation}, so an update would span two generation batches: use {multiple} or "
                          "None.")  # fmt: skip
     share = -(-len(samples) // (steps // accumulation))
     for _ in range(recipe.num_iterations):

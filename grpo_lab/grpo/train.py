@@ -111,8 +111,9 @@ def train(
             if len(history) == total:
                 break
     except KeyboardInterrupt:
-        print(f"Interrupted after {len(history)} of {total} steps: here are the model and the history so far.")
+        print(f"Interrupted after {len(history)} of {total} steps: here are model and history so far.")
     finally:
+        optimizer.zero_grad(set_to_none=True)  # an interrupted update would leave its gradients behind
         bar.close()
     columns = [name for name in COLUMNS if name != "kl" or recipe.beta != 0.0]
     return policy, pd.DataFrame(history, columns=columns)
@@ -132,7 +133,8 @@ def sample_batch(
     repeated = ids.repeat_interleave(group, 0), mask.repeat_interleave(group, 0)
     completion_ids, completion_mask = generate(
         policy, *((ids, mask) if share_prefill else repeated),
-        num_return_sequences=group if share_prefill else 1, max_completion_length=recipe.max_completion_length, temperature=recipe.temperature,
+        num_return_sequences=group if share_prefill else 1, temperature=recipe.temperature,
+        max_completion_length=recipe.max_completion_length,
         batch_size=recipe.rollout_batch_size, autocast=recipe.autocast, generator=generator, **special,
     )  # fmt: skip
     rows = [row for row in prompts for _ in range(group)]
@@ -165,8 +167,9 @@ def evaluate(
     for start in range(0, len(prompts), batch_size):
         rows = prompts[start : start + batch_size]
         completions = generate(
-            model, *encode_prompts(tokenizer, rows, device=device), max_completion_length=max_completion_length,
-            temperature=temperature, autocast=autocast, generator=generator, **special_tokens(tokenizer),
+            model, *encode_prompts(tokenizer, rows, device=device), temperature=temperature,
+            max_completion_length=max_completion_length, autocast=autocast, generator=generator,
+            **special_tokens(tokenizer),
         )  # fmt: skip
         rewards += reward_completions(reward_funcs, tokenizer, rows, *completions)
     return sum(rewards) / len(rewards)
@@ -182,15 +185,15 @@ def learning_rows(advantages: torch.Tensor, num_generations: int) -> torch.Tenso
 
 
 def prompt_batches(prompts: Sequence[dict], size: int, seed: int) -> Iterator[list[dict]]:
-    """Endless batches of `size` different prompts: each epoch in a new order, without an incomplete last batch.
+    """Endless batches of `size` different prompts: each epoch in a new order, without an incomplete last.
 
     >>> batches = prompt_batches([{"prompt": "a"}, {"prompt": "b"}], size=2, seed=0)
     >>> sorted(row["prompt"] for row in next(batches))
     ['a', 'b']
     """
     if size > len(prompts):
-        raise ValueError(f"A generation batch wants {size} different prompts and there are {len(prompts)}: give "
-                         "more prompts, raise num_generations, or lower per_device_train_batch_size, "
+        raise ValueError(f"A generation batch wants {size} different prompts and there are {len(prompts)}: "
+                         "give more prompts, raise num_generations, or lower per_device_train_batch_size, "
                          "gradient_accumulation_steps or steps_per_generation.")  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -218,9 +221,9 @@ def describe(recipe, policy, total: int) -> str:
     batches, completions = -(-total // updates_a_batch(recipe)), recipe.generation_batch_size
     tokens = batches * completions * recipe.max_completion_length
     return (f"{total} steps on {batches} batches of {completions} completions "
-            f"({completions // recipe.num_generations} prompts x {recipe.num_generations}): at most {tokens:,} "
-            f"tokens to generate, {trained:,} parameters to train, on {next(policy.parameters()).device}."
-            )  # fmt: skip
+            f"({completions // recipe.num_generations} prompts x {recipe.num_generations}): at most "
+            f"{tokens:,} tokens to generate, {trained:,} parameters to train, on "
+            f"{next(policy.parameters()).device}.")  # fmt: skip
 
 
 def updates_a_batch(recipe) -> int:
@@ -267,12 +270,14 @@ class _Watch:
         self.batches += 1
         if self._is_time("clipped", metrics["clipped"] >= ALMOST_ALL):
             warnings.warn(f"{metrics['clipped']:.0%} of the completions hit max_completion_length="
-                          f"{self.recipe.max_completion_length} without an end token, so most answers are cut "
-                          "off: raise max_completion_length, or ask for shorter answers.", stacklevel=4)  # fmt: skip
+                          f"{self.recipe.max_completion_length} without an end token, so most answers are "
+                          "cut off: raise max_completion_length, or ask for shorter answers.",
+                          stacklevel=4)  # fmt: skip
         if self._is_time("flat", metrics["frac_reward_zero_std"] == 1.0):
-            warnings.warn(f"All rewards in every group are equal (mean {metrics['reward']:g}), so every advantage "
-                          "is 0 and nothing is learned: use easier or harder prompts, rewards with partial "
-                          "credit, a higher temperature or more num_generations.", stacklevel=4)  # fmt: skip
+            warnings.warn(f"All rewards in every group are equal (mean {metrics['reward']:g}), so every "
+                          "advantage is 0 and nothing is learned: use easier or harder prompts, rewards with "
+                          "partial credit, a higher temperature or more num_generations.",
+                          stacklevel=4)  # fmt: skip
 
     def _is_time(self, name: str, seen: bool) -> bool:
         """In the first batch, or after three in a row: a single late one may be chance."""

@@ -130,8 +130,10 @@ class Ledger(TorchDispatchMode):
 
     def watch(self, module: torch.nn.Module, category: str = "parameters") -> None:
         """Parameters and buffers of ``module`` get this category, and their gradients will be known as gradients."""
-        self.tag(module.parameters(), category)
-        self.tag(module.buffers(), category)
+        self.tag([*module.parameters(), *module.buffers()], category)
+        vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
+        if isinstance(vocabulary, int):                             # what is that wide is logits
+            self.vocabularies.add(vocabulary)
         self._modules.append(weakref.ref(module))
 
     def add(self, nbytes: int, op: str, category: str) -> Record:

@@ -55,6 +55,11 @@ class track:  # noqa: N801 - used as a function
         """``with memory.phase("forward")``: names what runs inside."""
         return self.ledger.phase(name)
 
+    def watch(self, module: torch.nn.Module, category: str = "parameters") -> None:
+        """Counts a module that was there before, by name: its weights, later its gradients, and which are logits."""
+        self.ledger.adopt([*module.parameters(), *module.buffers()], category)
+        self.ledger.watch(module, category)
+
     def report(self) -> MemoryReport:
         """What happened so far."""
         from dataclasses import replace
@@ -72,7 +77,5 @@ class track:  # noqa: N801 - used as a function
         self.ledger.adopt((p.grad for p in parameters if p.grad is not None), "gradients")
         self.ledger.adopt((t for t in tensors if type(t) is torch.Tensor), "other")
         for module in (o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)):
-            vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
-            if isinstance(vocabulary, int):
-                self.ledger.vocabularies.add(vocabulary)
+            if hasattr(module, "config"):
                 self.ledger.watch(module)

@@ -121,9 +121,6 @@ class VirtualGPU:
         """Puts a module that lies on the meta device onto the card: fake weights of the same shapes and dtypes."""
         with self.ledger.category(category), torch.no_grad():
             materialize(module)
-        vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
-        if vocabulary:
-            self.ledger.vocabularies.add(vocabulary)
         self.ledger.watch(module, category)
         return module
 

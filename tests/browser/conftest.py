@@ -30,12 +30,15 @@ def lab(tmp_path_factory, request) -> Iterator[tuple[str, Path]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = {name: str(home / name.lower()) for name in ("JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
+    settings = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime",
+                "IPYTHONDIR": "ipython"}
+    settings = {name: str(home / place) for name, place in settings.items()}
     log = open(home / "log", "w")
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-         "--ServerApp.token=", f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True"],
-        env=os.environ | settings | {"JUPYTER_CONFIG_DIR": str(home / "config")}, stdout=log, stderr=log)
+        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
+         f"--port={port}", "--ServerApp.token=", f"--ServerApp.root_dir={folder}",
+         "--LabApp.expose_app_in_browser=True"],
+        env=os.environ | settings, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
     try:
         _wait(f"{address}/api/status", server, home / "log")

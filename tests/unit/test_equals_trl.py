@@ -50,7 +50,7 @@ def reward(completion_ids, **_):
 
 
 class Recorder(transformers.TrainerCallback):
-    """What TRL did: gradients before each optimizer step, losses, and each generation batch as it was buffered."""
+    """What TRL did: weights and gradients at each optimizer step, losses, generation batches as buffered."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer = trainer
@@ -60,8 +60,9 @@ class Recorder(transformers.TrainerCallback):
         self.losses: list[float] = []
         self.batches: list[list[dict]] = []
         self.scored: list[dict] = []
-        self.original_loss, self.original_score = trainer._compute_loss, trainer._generate_and_score_completions
-        trainer._compute_loss, trainer._generate_and_score_completions = self.compute_loss, self.score
+        self.original_loss, trainer._compute_loss = trainer._compute_loss, self.compute_loss
+        self.original_score = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = self.score
         trainer._generate = self.generate
         trainer.add_callback(self)
         self.random = torch.Generator().manual_seed(7)
@@ -72,7 +73,7 @@ class Recorder(transformers.TrainerCallback):
         for _ in prompts:
             length = int(torch.randint(1, COMPLETION + 1, (), generator=self.random))
             ids = torch.randint(3, 40, (length,), generator=self.random).tolist()
-            completion_ids.append(ids if length == COMPLETION else [*ids, EOS])  # the longest ones are cut off
+            completion_ids.append(ids if length == COMPLETION else [*ids, EOS])  # the longest are cut off
         return prompt_ids, completion_ids, None, ["text"] * len(prompts), None, {}, None, []
 
     def score(self, inputs):
@@ -89,22 +90,24 @@ class Recorder(transformers.TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
         self.gradients.append(gradients(model))
         self.weights.append(copy.deepcopy(model.state_dict()))
-        self.metrics.append({name: values[-1] for name, values in self.trainer._metrics["train"].items() if values})
+        metrics = self.trainer._metrics["train"]
+        self.metrics.append({name: values[-1] for name, values in metrics.items() if values})
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def run_trl(folder, recipe: Recipe, updates: int, max_grad_norm: float = 0.0) -> tuple[Recorder, GRPOTrainer]:
-    lora = recipe.lora_rank and LoraConfig(r=recipe.lora_rank, lora_alpha=recipe.lora_alpha, target_modules="all-linear",
-                                           task_type="CAUSAL_LM")
-    same = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_generations",
-            "num_iterations", "beta", "loss_type", "scale_rewards", "epsilon", "epsilon_high", "temperature",
-            "max_completion_length"]
-    args = GRPOConfig(output_dir=str(folder / "out"), use_cpu=True, bf16=False, report_to=[], max_steps=updates,
-                      save_strategy="no", logging_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
-                      max_grad_norm=max_grad_norm, **{name: getattr(recipe, name) for name in same})
+    lora = recipe.lora_rank and LoraConfig(r=recipe.lora_rank, lora_alpha=recipe.lora_alpha,
+                                           target_modules="all-linear", task_type="CAUSAL_LM")  # fmt: skip
+    same = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+            "num_generations", "num_iterations", "beta", "loss_type", "scale_rewards", "epsilon",
+            "epsilon_high", "temperature", "max_completion_length"]  # fmt: skip
+    args = GRPOConfig(output_dir=str(folder / "out"), use_cpu=True, bf16=False, report_to=[],
+                      max_steps=updates, save_strategy="no", logging_strategy="no", disable_tqdm=True,
+                      gradient_checkpointing=False, max_grad_norm=max_grad_norm,
+                      **{name: getattr(recipe, name) for name in same})  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = ["1+1=", "12+7=", "a", "what is 3*4:", "x=", "77-1=", "b c d", "9="]
     trainer = GRPOTrainer(model, reward, args, datasets.Dataset.from_dict({"prompt": prompts * 4}),
@@ -115,7 +118,8 @@ def run_trl(folder, recipe: Recipe, updates: int, max_grad_norm: float = 0.0) ->
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     trainer.create_optimizer()
-    trainer.optimizer = torch.optim.SGD([p for p in trainer.model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    trainer.optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
     trainer.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, factor=1.0)
     recorder = Recorder(trainer)
     trainer.train()
@@ -177,7 +181,7 @@ def check(folder, recipe: Recipe, max_grad_norm: float = 0.0, recorder: Recorder
     window = recipe.gradient_accumulation_steps
     sums = [sum(recorder.losses[start : start + window]) for start in range(0, len(recorder.losses), window)]
     for row, theirs in zip(metrics, sums, strict=True):
-        # A loss is a sum of terms of both signs, of order 1, that may cancel: the scale is theirs, not their sum's
+        # The terms of a loss, of order 1 and of both signs, may cancel: the scale is theirs, not their sum's
         assert abs(row["loss"].item() - theirs) <= TOLERANCE * max(1.0, abs(theirs))
     for samples, micro in zip(scored, recorder.batches, strict=True):
         assert samples.num_items == micro[0]["num_items_in_batch"]
@@ -191,8 +195,8 @@ def check(folder, recipe: Recipe, max_grad_norm: float = 0.0, recorder: Recorder
 
 
 def base(**changes) -> Recipe:
-    fields = dict(model="tiny", dtype="float32", num_generations=4, per_device_train_batch_size=8, max_prompt_length=16,
-                  max_completion_length=COMPLETION, scale_rewards="group", temperature=1.0, epsilon=0.2)
+    fields = dict(model="tiny", dtype="float32", num_generations=4, per_device_train_batch_size=8,
+                  max_prompt_length=16, max_completion_length=COMPLETION)  # fmt: skip
     return Recipe(**fields | changes)
 
 
@@ -201,9 +205,9 @@ MATRIX = list(itertools.product(["grpo", "bnpo", "dr_grpo", "dapo"], [0.0, 0.1],
 
 @pytest.mark.parametrize(("loss_type", "beta", "num_iterations", "accumulation"), MATRIX)
 def test_loss_and_gradients_equal_trl(folder, loss_type, beta, num_iterations, accumulation):
-    recipe = base(loss_type=loss_type, beta=beta, num_iterations=num_iterations, gradient_accumulation_steps=accumulation,
-                  per_device_train_batch_size=8 // accumulation * (1 if accumulation == 1 else 2))
-    check(folder, recipe)
+    check(folder, base(loss_type=loss_type, beta=beta, num_iterations=num_iterations,
+                       gradient_accumulation_steps=accumulation,
+                       per_device_train_batch_size=8 if accumulation == 1 else 4))  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [
@@ -218,8 +222,8 @@ def test_loss_and_gradients_equal_trl(folder, loss_type, beta, num_iterations, a
 ], ids=lambda changes: ",".join(changes))
 @pytest.mark.parametrize("logits", ["full", "chunked"])
 def test_other_settings_equal_trl(folder, changes, logits):
-    """A window's share of the tokens under "dapo" differs from its own tokens once a generation batch feeds several
-    updates; adapters take their reference from the policy with the adapter off."""
+    """A window's share of the tokens under "dapo" differs from its own tokens once a generation batch feeds
+    several updates; adapters take their reference from the policy with the adapter off."""
     check(folder, base(**changes, logits=logits, logits_chunk_size=7))
 
 
@@ -237,30 +241,31 @@ def test_clipped_gradients_and_metrics_equal_trl(folder):
 def test_advantages_equal_trl(folder):
     for scale in ("group", "batch", "none"):
         recorder, trainer = run_trl(folder, base(scale_rewards=scale, per_device_train_batch_size=16), 1)
-        ids = [row[mask.bool()].tolist() for row, mask in zip(recorder.scored[0]["completion_ids"],
-                                                              recorder.scored[0]["completion_mask"], strict=True)]
-        ours = group_advantages(torch.tensor(reward(ids)), 4, scale)
-        assert relative(ours, recorder.scored[0]["advantages"]) <= TOLERANCE
+        batch = recorder.scored[0]
+        both = zip(batch["completion_ids"], batch["completion_mask"], strict=True)
+        rewards = reward([row[mask.bool()].tolist() for row, mask in both])
+        assert relative(group_advantages(torch.tensor(rewards), 4, scale), batch["advantages"]) <= TOLERANCE
 
 
 def test_scored_log_probs_equal_trls_fused_head(folder):
     """TRL 1.16 never makes the logits; what it makes instead must be the same numbers, entropies too."""
     recorder, trainer = run_trl(folder, base(temperature=0.8), 1)
     batch = recorder.scored[0]
+    completion = batch["completion_mask"]
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    keep = batch["completion_ids"].shape[1]
+    inputs = trainer.model, ids, torch.cat([batch["prompt_mask"], completion], 1), completion.shape[1]
     with torch.no_grad():
-        theirs = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, keep, compute_entropy=True)[:2]
+        theirs = trainer._get_per_token_logps_and_entropies(*inputs, compute_entropy=True)[:2]
         for logits in ("full", "chunked"):
-            ours = token_logps(trainer.model, ids, mask, keep, temperature=0.8, logits=logits, return_entropy=True)
+            ours = token_logps(*inputs, temperature=0.8, logits=logits, return_entropy=True)
             for mine, their in zip(ours, theirs, strict=True):
-                assert relative(mine * batch["completion_mask"], their * batch["completion_mask"]) <= TOLERANCE
+                assert relative(mine * completion, their * completion) <= TOLERANCE
 
 
 def test_the_comparison_can_fail(folder):
-    """A comparison that passes whatever is compared once hid a denominator: every change here must be noticed."""
-    good = base(loss_type="dapo", num_iterations=2, beta=0.1, gradient_accumulation_steps=4, per_device_train_batch_size=4)
+    """A comparison that passes whatever is compared proves nothing: each of these changes must be noticed."""
+    good = base(loss_type="dapo", num_iterations=2, beta=0.1, gradient_accumulation_steps=4,
+                per_device_train_batch_size=4)  # fmt: skip
     recorder, _ = run_trl(folder, good, total_updates(good))
     check(folder, good, recorder=recorder)
     for change in ({"loss_type": "bnpo"}, {"beta": 0.05}, {"epsilon": 0.3}, {"temperature": 0.99}):

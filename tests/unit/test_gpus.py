@@ -17,7 +17,8 @@ GiB, MiB = 2**30, 2**20
 NOMINAL = {
     "RTX 3080 Laptop 8GB": 8, "RTX 3080 Laptop 16GB": 16, "RTX 3080 10GB": 10, "RTX 3080 12GB": 12,
     "RTX 3070 Laptop 8GB": 8, "RTX 3060 12GB": 12, "RTX 3090": 24, "RTX 4060 Ti 16GB": 16, "RTX 4090": 24,
-    "RTX 5090": 32, "T4": 16, "L4": 24, "A10G": 24, "A100 40GB": 40, "A100 80GB": 80, "H100 80GB": 80, "H200": 141,
+    "RTX 5090": 32, "T4": 16, "L4": 24, "A10G": 24, "A100 40GB": 40, "A100 80GB": 80, "H100 80GB": 80,
+    "H200": 141,
 }  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def test_every_card_of_the_course_is_there():
 
 @pytest.mark.parametrize("name", NOMINAL)
 def test_a_program_sees_a_little_less_than_the_box_says(name):
-    """The driver and error correction keep a part; a figure above the nominal size would be a unit mixed up."""
+    """The driver and error correction keep a part; a figure above the nominal size is a unit mixed up."""
     card = gpus.get(name)
     assert 0.88 * NOMINAL[name] * GiB < card.total_memory < NOMINAL[name] * GiB
     assert isinstance(card.total_memory, int)
@@ -64,7 +65,7 @@ def test_bfloat16_comes_with_compute_capability_8():
 
 
 def test_the_figures_of_the_two_cards_that_the_course_leans_on():
-    """15.73 GiB is in the out-of-memory message of a GRPO run on this laptop; 14,912 MiB is what a T4 reports."""
+    """15.73 GiB is in the out-of-memory message of a GRPO run on this laptop; a T4 reports 14,912 MiB."""
     assert f"{gpus.get('RTX 3080 Laptop 16GB').total_memory / GiB:.2f}" == "15.73"
     assert gpus.get("T4").total_memory == 14_912 * MiB
     assert gpus.get("T4").context[1] == int(140.875 * MiB)

@@ -373,7 +373,8 @@ def test_what_the_hub_may_answer(monkeypatch, error, kind, match):
 
 def test_offline_for_real(tmp_path):
     """The hub library itself, told to stay offline, with an empty cache."""
-    code = "from grpo_lab import models\ntry: models.load('Qwen/Qwen2.5-7B-Instruct')\nexcept ConnectionError as e: print(e)"
+    load = "models.load('Qwen/Qwen2.5-7B-Instruct')"
+    code = f"from grpo_lab import models\ntry: {load}\nexcept ConnectionError as error: print(error)"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "Qwen/Qwen2.5-7B-Instruct" in result.stdout and "offline, load has 'tiny'" in result.stdout, (

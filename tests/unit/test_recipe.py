@@ -309,11 +309,12 @@ def test_the_reference_is_resident_only_in_full_training_with_a_kl_term():
 
 @pytest.mark.parametrize(
     ("accumulation", "generation_steps", "iterations", "expected"),
-    [(4, None, 1, False), (4, 4, 1, False), (4, 8, 1, True), (4, 2, 1, False), (4, 3, 1, True), (1, None, 2, True),
+    [(4, None, 1, False), (4, 4, 1, False), (4, 8, 1, True), (4, 2, 1, False), (4, 3, 1, True),
+     (1, None, 2, True),
      (4, 2, 2, False)],
 )  # fmt: skip
 def test_old_log_probs_are_needed_as_in_trl(accumulation, generation_steps, iterations, expected):
-    """TRL 1.16, `_generate_and_score_completions`: they are, unless generations end with an optimizer step."""
+    """TRL 1.16, `_generate_and_score_completions`: unless generations end with an optimizer step."""
     recipe = Recipe(
         per_device_train_batch_size=8,
         gradient_accumulation_steps=accumulation,
@@ -410,7 +411,8 @@ def test_learning_defaults_are_trls():
 
     config, recipe = GRPOConfig("out", use_cpu=True), Recipe()
     for name in ("num_generations", "num_iterations", "beta", "loss_type", "scale_rewards",
-                 "epsilon", "epsilon_high", "temperature", "learning_rate", "max_steps", "seed", "gradient_accumulation_steps",
+                 "epsilon", "epsilon_high", "temperature", "learning_rate", "max_steps", "seed",
+                 "gradient_accumulation_steps",
                  "per_device_train_batch_size"):  # fmt: skip
         assert getattr(recipe, name) == getattr(config, name), name
 

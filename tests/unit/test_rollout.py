@@ -1,4 +1,4 @@
-"""Generation: the same tokens as transformers' own, whatever the padding, the chunks and the checkpointing."""
+"""Generation: the same tokens as transformers' own, whatever the padding, the chunks or the checkpointing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def texts(completion_ids, completion_mask):
 def test_greedy_equals_transformers_generate(model, prompts):
     ids, mask = prompts
     ours, our_mask = generate(model, ids, mask, **GREEDY)
-    theirs = model.eval().generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **ENDING)
+    theirs = model.eval().generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False,
+                                   **ENDING)  # fmt: skip
     theirs = theirs[:, ids.shape[1] :]
     assert torch.equal(ours, theirs)
     lengths = set(our_mask.sum(1).tolist())
@@ -54,7 +55,8 @@ def test_left_padding_changes_nothing(model, prompts):
         alone = ids[row : row + 1, mask[row].bool()]
         completion, completion_mask = generate(model, alone, torch.ones_like(alone), **GREEDY)
         assert texts(completion, completion_mask) == together[row : row + 1]
-        whole, kept = torch.cat([alone, completion], 1), torch.cat([torch.ones_like(alone), completion_mask], 1)
+        whole = torch.cat([alone, completion], 1)
+        kept = torch.cat([torch.ones_like(alone), completion_mask], 1)
         with torch.no_grad():
             logps_of[row] = (token_logps(model, whole, kept, completion.shape[1]) * completion_mask)[0]
     completion, completion_mask = generate(model, ids, mask, **GREEDY)
@@ -94,8 +96,8 @@ def test_a_shared_prefill_equals_repeated_prompts(model, prompts, batch_size):
 
 
 def test_checkpointing_gives_the_same_text_and_comes_back(model, prompts):
-    """Checkpointed layers drop the KV cache in training mode: generation was slow, and degenerate in some versions.
-    The rollout switches checkpointing off and the cache on, and then restores both."""
+    """Checkpointed layers drop the KV cache in training mode: generation was slow, and degenerate in some
+    versions. The rollout switches checkpointing off and the cache on, and then restores both."""
     expected = texts(*generate(model, *prompts, **GREEDY))
     checkpointed = make_model(seed=3)
     checkpointed.load_state_dict(model.state_dict())
@@ -166,7 +168,8 @@ def test_sampling_follows_the_softmax_at_that_temperature(temperature, seed):
 
 def test_a_seed_gives_the_same_samples(model, prompts):
     keywords = {**GREEDY, "temperature": 1.0}
-    runs = [generate(model, *prompts, generator=torch.Generator().manual_seed(s), **keywords) for s in (1, 1, 2)]
+    seeds = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
+    runs = [generate(model, *prompts, generator=seed, **keywords) for seed in seeds]
     assert torch.equal(runs[0][0], runs[1][0])
     assert runs[0][0].shape != runs[2][0].shape or not torch.equal(runs[0][0], runs[2][0])
 
@@ -196,6 +199,7 @@ def test_chat_prompts_go_through_the_template():
 def test_a_prompt_that_is_too_long_is_refused():
     """Cutting it silently would ask another question."""
     rows = [{"prompt": "1+1="}, {"prompt": "123456+1="}]
-    with pytest.raises(ValueError, match=r"max_prompt_length=5 .*'123456\+1='.* 9 tokens.*at least 9") as caught:
+    message = r"max_prompt_length=5 .*'123456\+1='.* 9 tokens.*at least 9"
+    with pytest.raises(ValueError, match=message) as caught:
         encode_prompts(make_tokenizer(), rows, max_prompt_length=5)
     assert "\n" not in str(caught.value)

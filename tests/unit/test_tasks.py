@@ -28,13 +28,16 @@ def chat(text):
     return [{"role": "assistant", "content": text}]
 
 
-# --- problems ---------------------------------------------------------------------------------------------------------
+# --- problems -----------------------------------------------------------------------------------------------
+
 
 def test_the_script_reproduces_the_stored_problems_byte_for_byte():
     files = script("make_problems").files()
     assert len(files) == 6
     for name, text in files.items():
-        assert data_path("problems", name).read_bytes() == text.encode(), f"{name}: run scripts/make_problems.py"
+        assert data_path("problems", name).read_bytes() == text.encode(), (
+            f"{name}: run scripts/make_problems.py"
+        )
 
 
 def as_seen_by_a_reader(row):
@@ -93,19 +96,24 @@ def test_unknown_task_names_the_nearest():
 
 
 def test_unknown_split():
-    with pytest.raises(ValueError, match="split='dev' of task 'addition' does not exist; use one of train, validation, test"):
+    with pytest.raises(
+        ValueError, match="split='dev' of task 'addition' does not exist; use one of train, validation, test"
+    ):
         tasks.get("addition").prompts("dev")
 
 
-# --- the checker of countdown -----------------------------------------------------------------------------------------
+# --- the checker of countdown -------------------------------------------------------------------------------
 
 expressions = st.recursive(
     st.integers(0, 50).map(str),
-    lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda parts: "(" + "".join(parts) + ")"),
-    max_leaves=5)
+    lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(
+        lambda parts: "(" + "".join(parts) + ")"
+    ),
+    max_leaves=5,
+)
 
 
-@settings(deadline=None)    # a busy machine is not a mistake of ours
+@settings(deadline=None)  # a busy machine is not a mistake of ours
 @given(expressions)
 def test_evaluate_agrees_with_python(text):
     value, used = tasks.evaluate(text)
@@ -113,37 +121,77 @@ def test_evaluate_agrees_with_python(text):
     assert sorted(map(str, used)) == sorted(text.translate(str.maketrans("+-*()", "     ")).split())
 
 
-garbage = st.one_of(st.text(), st.text("0123456789+-*()= _.,eEjx"), expressions, st.none(), st.integers(),
-                    st.lists(st.dictionaries(st.sampled_from(["role", "content"]), st.one_of(st.text(), st.none()))))
+garbage = st.one_of(
+    st.text(),
+    st.text("0123456789+-*()= _.,eEjx"),
+    expressions,
+    st.none(),
+    st.integers(),
+    st.lists(st.dictionaries(st.sampled_from(["role", "content"]), st.one_of(st.text(), st.none()))),
+)
 
 
 @settings(deadline=None)
 @given(garbage)
 def test_rewards_never_raise_on_garbage(completion):
-    for value in (*tasks.reaches_target([completion], numbers=[[3, 5, 7]], target=[56]),
-                  *tasks.exact_match([completion], answer=["56"])):
+    for value in (
+        *tasks.reaches_target([completion], numbers=[[3, 5, 7]], target=[56]),
+        *tasks.exact_match([completion], answer=["56"]),
+    ):
         assert value in (0.0, 1.0)
 
 
-@pytest.mark.parametrize("text", [
-    "8*7", "(3+5)*7*7", "(3+5)*7+0", "(3+5)*7=57", "(3+5)*7=", "3+5*7", "(3+5)*7;", "-(-(3+5))*7", "(3+5)*7.0", "(3+5)7",
-    "((3+5)*7", "(3 + 5) * 7 # yes", "(0x3+5)*7", "(3+5)*7 if 1 else 0", "", "=", "56", "9**9**9**9", "(" * 90, "(" * 100_000,
-    "1+" * 50_000 + "1", "__import__('os').getcwd()", "(3+5)*7==56", "(3+5)*(7)=56=56", "(３+5)*7", "(3_0+5)*7",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "8*7",
+        "(3+5)*7*7",
+        "(3+5)*7+0",
+        "(3+5)*7=57",
+        "(3+5)*7=",
+        "3+5*7",
+        "(3+5)*7;",
+        "-(-(3+5))*7",
+        "(3+5)*7.0",
+        "(3+5)7",
+        "((3+5)*7",
+        "(3 + 5) * 7 # yes",
+        "(0x3+5)*7",
+        "(3+5)*7 if 1 else 0",
+        "",
+        "=",
+        "56",
+        "9**9**9**9",
+        "(" * 90,
+        "(" * 100_000,
+        "1+" * 50_000 + "1",
+        "__import__('os').getcwd()",
+        "(3+5)*7==56",
+        "(3+5)*(7)=56=56",
+        "(３+5)*7",
+        "(3_0+5)*7",
+    ],
+)
 def test_not_an_answer(text):
     assert tasks.reaches_target([text], numbers=[[3, 5, 7]], target=[56]) == [0.0]
 
 
-@pytest.mark.parametrize("text", ["(3+5)*7", " (3 + 5) * 7 ", "7*(5+3)", "(3+5)*7=56", "(3+5)*7 = 56", "((3+5))*(7)"])
+@pytest.mark.parametrize(
+    "text", ["(3+5)*7", " (3 + 5) * 7 ", "7*(5+3)", "(3+5)*7=56", "(3+5)*7 = 56", "((3+5))*(7)"]
+)
 def test_an_answer(text):
     assert tasks.reaches_target([text], numbers=[[3, 5, 7]], target=[56]) == [1.0]
 
 
 def test_each_number_counts_once_also_when_it_is_given_twice():
-    assert tasks.reaches_target(["4*4+1", "4*4", "4+1"], numbers=[[4, 1, 4]] * 3, target=[17, 16, 5]) == [1.0, 0.0, 0.0]
+    assert tasks.reaches_target(["4*4+1", "4*4", "4+1"], numbers=[[4, 1, 4]] * 3, target=[17, 16, 5]) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
-# --- call_rewards -----------------------------------------------------------------------------------------------------
+# --- call_rewards -------------------------------------------------------------------------------------------
 
 PROMPTS, COMPLETIONS, COLUMNS = ["1+1=", "2+2="], ["2", "5"], {"answer": ["2", "4"]}
 
@@ -169,8 +217,18 @@ def test_functions_get_prompts_completions_and_every_column():
     assert call(see, columns=COLUMNS | {"difficulty": [1, 2]}) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("values", [[1, 0], (True, False), torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]).numpy(),
-                                    [torch.tensor(1.0), torch.tensor(0)], iter([1, 0])], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 0],
+        (True, False),
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([1.0, 0.0]).numpy(),
+        [torch.tensor(1.0), torch.tensor(0)],
+        iter([1, 0]),
+    ],
+    ids=lambda v: type(v).__name__,
+)
 def test_any_kind_of_numbers(values):
     result = call(lambda **_: values)
     assert result == [1.0, 0.0] and all(type(value) is float for value in result)
@@ -182,7 +240,7 @@ def test_none_means_not_applicable_as_in_trl():
 
     assert call(only_the_first, short) == [2.5, 0.5]
     first, second = call(only_the_first)
-    assert first == 2.0 and second != second    # nobody judged it: NaN, as TRL has it
+    assert first == 2.0 and second != second  # nobody judged it: NaN, as TRL has it
 
 
 def broken(completions, gold, **_):
@@ -190,8 +248,11 @@ def broken(completions, gold, **_):
 
 
 def test_a_function_that_raises_is_named_and_its_error_kept():
-    with pytest.raises(ValueError, match=r"reward function 'broken' raised TypeError: .*gold.*keywords prompts, "
-                                         r"completions, answer and must return one number per completion") as caught:
+    with pytest.raises(
+        ValueError,
+        match=r"reward function 'broken' raised TypeError: .*gold.*keywords prompts, "
+        r"completions, answer and must return one number per completion",
+    ) as caught:
         call(short, broken)
     assert isinstance(caught.value.__cause__, TypeError)
 
@@ -210,24 +271,27 @@ async def slow(completions, **_):
     return [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("func", "message"), [
-    (lambda **_: [1.0], "returned 1 value for 2 completions; expected one number per completion"),
-    (lambda **_: [1.0, 2.0, 3.0], "returned 3 values for 2 completions"),
-    (lambda **_: [], "returned 0 values for 2 completions"),
-    (lambda **_: 1.0, r"returned 1.0 \(float\); expected a list of 2 numbers, one per completion"),
-    (lambda **_: torch.tensor(1.0), "returned 1 value for 2 completions"),
-    (lambda **_: None, r"returned None \(NoneType\); expected a list of 2 numbers"),
-    (lambda **_: "ok", r"returned 'ok' \(str\); expected a list of 2 numbers"),
-    (lambda **_: {0: 1.0, 1: 0.0}, r"\(dict\); expected a list of 2 numbers"),
-    (lambda **_: [1.0, float("nan")], "returned nan for completion 1; expected a finite number"),
-    (lambda **_: [float("-inf"), 1.0], "returned -inf for completion 0; expected a finite number"),
-    (lambda **_: [torch.tensor(float("nan")), 1.0], "returned nan for completion 0"),
-    (lambda **_: [1.0, "1"], r"returned '1' \(str\) for completion 1; expected a number, or None"),
-    (lambda **_: [1.0, [1.0]], r"returned \[1.0\] \(list\) for completion 1; expected a number"),
-    (lambda **_: [1.0, 1j], r"returned 1j \(complex\) for completion 1; expected a number"),
-    (lambda **_: [10**400, 1.0], "for completion 0; expected a number"),
-    (slow, "is asynchronous; give an ordinary function"),
-])
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        (lambda **_: [1.0], "returned 1 value for 2 completions; expected one number per completion"),
+        (lambda **_: [1.0, 2.0, 3.0], "returned 3 values for 2 completions"),
+        (lambda **_: [], "returned 0 values for 2 completions"),
+        (lambda **_: 1.0, r"returned 1.0 \(float\); expected a list of 2 numbers, one per completion"),
+        (lambda **_: torch.tensor(1.0), "returned 1 value for 2 completions"),
+        (lambda **_: None, r"returned None \(NoneType\); expected a list of 2 numbers"),
+        (lambda **_: "ok", r"returned 'ok' \(str\); expected a list of 2 numbers"),
+        (lambda **_: {0: 1.0, 1: 0.0}, r"\(dict\); expected a list of 2 numbers"),
+        (lambda **_: [1.0, float("nan")], "returned nan for completion 1; expected a finite number"),
+        (lambda **_: [float("-inf"), 1.0], "returned -inf for completion 0; expected a finite number"),
+        (lambda **_: [torch.tensor(float("nan")), 1.0], "returned nan for completion 0"),
+        (lambda **_: [1.0, "1"], r"returned '1' \(str\) for completion 1; expected a number, or None"),
+        (lambda **_: [1.0, [1.0]], r"returned \[1.0\] \(list\) for completion 1; expected a number"),
+        (lambda **_: [1.0, 1j], r"returned 1j \(complex\) for completion 1; expected a number"),
+        (lambda **_: [10**400, 1.0], "for completion 0; expected a number"),
+        (slow, "is asynchronous; give an ordinary function"),
+    ],
+)
 def test_a_bad_return_is_one_sentence_that_names_the_function(func, message):
     if func is not slow:
         func.__name__ = "judge"
@@ -245,6 +309,7 @@ def test_not_a_function():
 
 def test_running_out_of_memory_is_not_the_functions_mistake():
     """`oom_guard` around a run with a reward model must see the OutOfMemoryError itself."""
+
     def reward_model(**_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
@@ -252,7 +317,8 @@ def test_running_out_of_memory_is_not_the_functions_mistake():
         call(reward_model)
 
 
-# --- TRL --------------------------------------------------------------------------------------------------------------
+# --- TRL ----------------------------------------------------------------------------------------------------
+
 
 def in_chat_form(rows):
     return [row | {"prompt": [{"role": "user", "content": row["prompt"].rstrip("=")}]} for row in rows]
@@ -273,23 +339,38 @@ def test_trl_takes_the_problems_and_rewards_unchanged(name, form, tmp_path):
         return seen[-1][1]
 
     trainer = GRPOTrainer(
-        str(data_path("tiny")), reward_funcs=[spy],
+        str(data_path("tiny")),
+        reward_funcs=[spy],
         train_dataset=Dataset.from_list(in_chat_form(rows) if form == "chat" else rows),
-        args=GRPOConfig(str(tmp_path), per_device_train_batch_size=32, num_generations=4, max_completion_length=4,
-                        max_steps=2, logging_steps=1, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
-                        disable_tqdm=True, seed=1))
+        args=GRPOConfig(
+            str(tmp_path),
+            per_device_train_batch_size=32,
+            num_generations=4,
+            max_completion_length=4,
+            max_steps=2,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=1,
+        ),
+    )
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert len(rewards) == 2 and len(seen) == 2
     for logged, (completions, values) in zip(rewards, seen, strict=True):
         assert logged == pytest.approx(sum(values) / 32)
         assert all(isinstance(completion, str if form == "text" else list) for completion in completions)
-    if name == "addition":    # the warmed-up model gets some of 32 answers right, in both forms
+    if name == "addition":  # the warmed-up model gets some of 32 answers right, in both forms
         assert sum(rewards) > 0
 
 
 def test_a_problem_file_is_readable_by_datasets():
     from datasets import Dataset
 
-    rows = [json.loads(line) for line in data_path("problems", "countdown", "test.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in data_path("problems", "countdown", "test.jsonl").read_text().splitlines()
+    ]
     assert Dataset.from_list(rows)[0] == tasks.get("countdown").prompts("test")[0]

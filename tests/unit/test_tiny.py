@@ -43,18 +43,23 @@ def accuracy(model, tokenizer, split="test"):
     return evaluate(model, tokenizer, task.prompts(split), task.reward_funcs, max_completion_length=3)
 
 
-# --- as it is stored --------------------------------------------------------------------------------------------------
+# --- as it is stored ----------------------------------------------------------------------------------------
+
 
 def test_gets_a_third_to_a_half_of_the_test_problems_right(tiny):
     assert 0.33 <= accuracy(*tiny) <= 0.55
 
 
 def test_answers_do_not_depend_on_the_padding(tiny):
-    """Left padding with the wrong positions costs a small model most of its accuracy, and looks like a poor model."""
+    """Left padding with the wrong positions costs a model most of its accuracy, unnoticed."""
     model, tokenizer = tiny
     task = tasks.get("addition")
-    one_by_one = evaluate(model, tokenizer, task.prompts("test")[:40], task.reward_funcs, max_completion_length=3, batch_size=1)
-    together = evaluate(model, tokenizer, task.prompts("test")[:40], task.reward_funcs, max_completion_length=3)
+    one_by_one = evaluate(
+        model, tokenizer, task.prompts("test")[:40], task.reward_funcs, max_completion_length=3, batch_size=1
+    )
+    together = evaluate(
+        model, tokenizer, task.prompts("test")[:40], task.reward_funcs, max_completion_length=3
+    )
     assert one_by_one == together
 
 
@@ -65,7 +70,10 @@ def test_size_and_form(tiny):
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tokenizer.padding_side == "left"
     assert model.config.vocab_size == len(tokenizer) == 48
-    assert (model.config.pad_token_id, model.config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+    )
     assert sum(path.stat().st_size for path in data_path("tiny").iterdir()) < 2**20
 
 
@@ -98,13 +106,16 @@ def test_a_chat_reads_like_the_plain_prompts(tiny):
     assert tokenizer.apply_chat_template([user, assistant], tokenize=False) == "12+30=42<eos>"
 
 
-# --- the script that made it ------------------------------------------------------------------------------------------
+# --- the script that made it --------------------------------------------------------------------------------
+
 
 def test_the_script_writes_the_stored_configuration_and_tokenizer(warm_up, tmp_path):
     tokenizer = warm_up.make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     for path in tmp_path.iterdir():
-        assert filecmp.cmp(path, data_path("tiny", path.name), shallow=False), f"{path.name}: run scripts/warm_up_tiny.py"
+        assert filecmp.cmp(path, data_path("tiny", path.name), shallow=False), (
+            f"{path.name}: run scripts/warm_up_tiny.py"
+        )
     made = warm_up.make_model(tokenizer).config.to_dict()
     stored = AutoModelForCausalLM.from_pretrained(data_path("tiny")).config.to_dict()
     for key in made.keys() - {"architectures", "_name_or_path", "dtype", "transformers_version"}:
@@ -113,7 +124,9 @@ def test_the_script_writes_the_stored_configuration_and_tokenizer(warm_up, tmp_p
 
 def test_only_the_answer_is_taught(warm_up):
     tokenizer = warm_up.make_tokenizer()
-    rows = warm_up.encode(tokenizer, [{"prompt": "12+30=", "answer": "42"}, {"prompt": "1+2=", "answer": "3"}])
+    rows = warm_up.encode(
+        tokenizer, [{"prompt": "12+30=", "answer": "42"}, {"prompt": "1+2=", "answer": "3"}]
+    )
     taught = [tokenizer.decode(labels[labels != -100]) for labels in rows["labels"]]
     assert taught == ["42<eos>", "3<eos>"]
     assert rows["position_ids"][1].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5]
@@ -126,7 +139,8 @@ def test_warming_up_starts_to_learn(warm_up, capsys):
     assert losses[1] < losses[0] < 4.5
 
 
-# --- learning with GRPO -----------------------------------------------------------------------------------------------
+# --- learning with GRPO -------------------------------------------------------------------------------------
+
 
 def short_recipe(**changes):
     return Recipe.preset("tiny", max_steps=40, **changes)
@@ -134,7 +148,9 @@ def short_recipe(**changes):
 
 def test_thirty_updates_raise_the_reward(tiny):
     model, tokenizer = tiny
-    _, history = train(short_recipe(), model=model, tokenizer=tokenizer, progress=False, **TRAIN_KEYWORDS["tiny"])
+    _, history = train(
+        short_recipe(), model=model, tokenizer=tokenizer, progress=False, **TRAIN_KEYWORDS["tiny"]
+    )
     assert history.reward.tail(8).mean() > history.reward.head(8).mean() + 0.04
 
 

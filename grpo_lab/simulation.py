@@ -3,12 +3,13 @@
 >>> from grpo_lab import Recipe
 >>> report = simulate(Recipe(model="SmolLM2-135M", gpu="RTX 3080 Laptop 8GB", max_completion_length=64))
 >>> report.fits, list(report.phases.index)
-(True, ['load', 'rollout', 'forward', 'backward', 'optimizer'])
+(True, ['load', 'optimizer states', 'rollout', 'forward', 'backward', 'optimizer'])
 
 Both run the code of :mod:`grpo_lab.grpo` that `train` runs, on a batch of the recipe's maximum lengths.
 """
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import torch
@@ -19,61 +20,68 @@ from .memory import MemoryReport, VirtualGPU, track
 from .recipe import Recipe
 
 
-def simulate(recipe: Recipe, *, steps: int = 2, kernels: str = "cuda", every_micro_batch: bool = False) -> MemoryReport:
+def simulate(recipe: Recipe, *, steps: int | None = None, kernels: str = "cuda",
+             every_micro_batch: bool = False) -> MemoryReport:
     """What the recipe would do to its card, without the card and without weights.
 
-    ``steps``: optimizer steps on one card, from loading on. The first makes the optimizer's states at its end; only the
-    second has them beside its activations. Of many micro-batches two are run, for the rest are like the second
-    (``every_micro_batch=True`` runs all). The bytes go past the card's budget if need be: ask ``report.oom``.
+    ``steps`` None looks at a step of the steady state: the optimizer's states are there, as the first step leaves them.
+    A number runs that many steps from the start: 1 knows no states yet, 2 has both. Of many micro-batches two are run,
+    for the rest are like the second (``every_micro_batch=True`` runs them all, and every token of the rollout). The
+    bytes go past the card's budget if need be: ask ``report.fits`` and ``report.oom``.
     """
     with VirtualGPU(recipe.gpu, enforce=False, kernels=kernels) as gpu:
-        model = gpu.load(recipe.model, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation,
-                         quantization=recipe.quantization)
-        reference = None
+        load = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
+        model, reference = gpu.load(recipe.model, quantization=recipe.quantization, **load), None
         if recipe.needs_reference:
-            reference = gpu.load(recipe.model, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation,
-                                 category="reference model").requires_grad_(False)
-        _steps(recipe if every_micro_batch else _excerpt(recipe), model, reference, gpu.phase, steps, skip=not every_micro_batch)
+            reference = gpu.load(recipe.model, category="reference model", **load).requires_grad_(False)
+        _steps(recipe if every_micro_batch else _excerpt(recipe), model, reference, gpu.phase, steps,
+               skip=not every_micro_batch)
         return gpu.report()
 
 
-def measure(recipe: Recipe, model=None, *, steps: int = 2) -> MemoryReport:
-    """The same with real tensors, on CUDA where there is one, else on this CPU.
+def measure(recipe: Recipe, model=None, *, steps: int | None = None) -> MemoryReport:
+    """The same with real tensors, on CUDA where there is one, else on this CPU; all micro-batches, all tokens.
 
     ``model`` None loads the recipe's weights (``"tiny"``, ``"SmolLM2-135M"``, a folder, a hub id); only memory is
     looked at, so any weights of that architecture serve. On Windows a driver may spill into the host's memory instead
     of failing: a run without an error is then no proof that it fits.
     """
-    from . import models
     if model is None:
+        from . import models
         model, _ = models.load(recipe.model, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
-    if torch.cuda.is_available():
-        model = model.to("cuda")
-    reference = None
-    if recipe.needs_reference:
-        import copy
-        reference = copy.deepcopy(model).requires_grad_(False)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    reference = copy.deepcopy(model).requires_grad_(False) if recipe.needs_reference else None
     with track(existing=False) as memory:
-        memory.ledger.adopt([*model.parameters(), *model.buffers()], "parameters")
+        memory.watch(model)
         if reference is not None:
-            memory.ledger.adopt([*reference.parameters(), *reference.buffers()], "reference model")
-        memory.ledger.vocabularies.add(model.config.vocab_size)
-        memory.ledger.watch(model)
+            memory.watch(reference, "reference model")
         _steps(recipe, model, reference, memory.phase, steps)
     return memory.report()
 
 
-def _steps(recipe, model, reference, phase, steps: int, skip: bool = False) -> None:
-    """``steps`` GRPO steps on batches of the maximum lengths; ``skip`` jumps over all tokens but the first and last."""
+def _steps(recipe, model, reference, phase, steps: int | None, skip: bool = False) -> None:
+    """GRPO steps on batches of the maximum lengths; ``skip`` jumps over all tokens but the first and the last."""
     policy = setup.prepare(model, recipe)
     optimizer = setup.make_optimizer(policy, recipe)
-    for _ in range(steps):
+    if steps is None:
+        _make_states(optimizer, phase)
+    for _ in range(steps or 1):
         with phase("rollout"):
             samples = _rollout(policy, recipe, skip)
         if skip:
             samples = samples[:recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps]
         step(policy, optimizer, samples, recipe, reference, phase)
         del samples
+
+
+def _make_states(optimizer, phase) -> None:
+    """The optimizer's states as a first step leaves them, without the step's forward and backward."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    with phase("optimizer states"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _rollout(policy, recipe, skip: bool) -> Samples:

@@ -1,0 +1,92 @@
+"""`simulate` on the course's own recipes, and what must follow from a change of recipe."""
+import pytest
+import torch
+
+from grpo_lab import Recipe, simulate
+
+GiB = 2**30
+
+
+@pytest.fixture(scope="module")
+def baseline():
+    return simulate(Recipe.preset("baseline"))
+
+
+def test_the_baseline_does_not_fit(baseline):
+    assert not baseline.fits
+    assert baseline.peak_reserved > 3 * 16 * GiB
+    assert {"logits", "optimizer state", "parameters"} <= set(baseline.categories.head(5).index) | {"activations"}
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        baseline.raise_if_oom()
+
+
+def test_owners_have_the_bytes_that_arithmetic_gives_them(baseline):
+    weights = 1_543_714_304 * 4                             # Qwen2.5-1.5B in float32
+    owners = baseline.categories["bytes"]
+    assert owners["parameters"] == pytest.approx(weights, rel=0.001)
+    assert owners["reference model"] == pytest.approx(weights, rel=0.001)
+    assert owners["optimizer state"] == pytest.approx(2 * weights, rel=0.001)
+    logits = 8 * 1025 * 151_936 * 4
+    assert owners["logits"] >= 2 * logits
+
+
+def test_chunked_logits_take_away_nine_tenths_of_the_logits(baseline):
+    chunked = simulate(Recipe.preset("baseline", logits="chunked"))
+    before, after = (r.categories["bytes"].get("logits", 0) for r in (baseline, chunked))
+    assert after < 0.1 * before
+    assert chunked.timeline["logits"].max() < 0.1 * baseline.timeline["logits"].max()
+
+
+def small(**changes) -> Recipe:
+    return Recipe(**{"model": "SmolLM2-135M", "gpu": "RTX 3080 Laptop 8GB", "num_generations": 4, "beta": 0.0,
+                     "per_device_train_batch_size": 4, "max_prompt_length": 64, "max_completion_length": 128, **changes})
+
+
+@pytest.mark.parametrize("changes", [
+    {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, {"activation_checkpointing": True},
+    {"logits": "chunked", "logits_chunk_size": 64}, {"lora_rank": 8}, {"optim": "sgd"}, {"dtype": "bfloat16"}])
+def test_each_optimization_lowers_the_peak(changes):
+    base = small(dtype="float32")
+    assert simulate(base.replace(**changes)).peak_allocated < simulate(base).peak_allocated
+
+
+def test_a_reference_model_costs_its_weights_and_none_with_an_adapter():
+    with_reference, without = simulate(small(beta=0.1)), simulate(small())
+    assert "reference model" in with_reference.categories.index
+    assert "reference model" not in without.categories.index
+    assert "reference model" not in simulate(small(beta=0.1, lora_rank=8)).categories.index
+
+
+def test_the_optimizers_states_come_at_the_end_of_the_first_step():
+    """A run that survives its first step can die in its second."""
+    first, second = simulate(small(dtype="float32"), steps=1), simulate(small(dtype="float32"), steps=2)
+    states = 2 * 134_515_008 * 4
+    grown = second.phases.loc["forward", "peak_allocated"] - first.phases.loc["forward", "peak_allocated"]
+    assert grown == pytest.approx(states, rel=0.01)
+    between = (first.phases.loc["backward", "peak_reserved"] + second.peak_reserved) // 2
+    card = small(dtype="float32", gpu=int(between))
+    assert simulate(card, steps=1).fits
+    late = simulate(card, steps=2)
+    assert not late.fits
+
+
+def test_the_steady_state_is_the_second_step():
+    """Made beforehand or by a first step, the states and the peaks are the same."""
+    steady, real = simulate(small()), simulate(small(), steps=2)
+    assert steady.peak_allocated == real.peak_allocated
+
+
+def test_rollouts_in_chunks_hold_a_smaller_cache():
+    whole, chunks = simulate(small(max_completion_length=512)), simulate(
+        small(max_completion_length=512, rollout_batch_size=1))
+    assert chunks.phases.loc["rollout", "peak_allocated"] < whole.phases.loc["rollout", "peak_allocated"]
+
+
+def test_the_same_recipe_gives_the_same_bytes():
+    one, two = simulate(small()), simulate(small())
+    assert one.timeline.equals(two.timeline)
+
+
+def test_what_this_version_cannot_simulate_is_said():
+    with pytest.raises(NotImplementedError, match="quantization"):
+        simulate(small(quantization="nf4", lora_rank=8))
