@@ -48,7 +48,7 @@ pictures: $(LAB)
 	$(BIN)/python scripts/make_pictures.py
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up $(VENV): once, and a few minutes where PyTorch has to be fetched."
 	$(PYTHON) -m venv $(VENV)
 

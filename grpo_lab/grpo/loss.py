@@ -61,7 +61,7 @@ def selective_log_softmax(logits: Tensor, token_ids: Tensor) -> Tensor:
     index = token_ids.unsqueeze(-1)
     if logits.dtype in (torch.float32, torch.float64):
         chosen = torch.gather(logits, dim=-1, index=index).squeeze(-1)
-        rows = max(1, SMALL // logits[0].numel())  # one, as in TRL, but for toy models, where the loop is slow
+        rows = max(1, SMALL // logits[0].numel())  # one, as in TRL, but for toys, where a loop is slow
         return chosen - torch.cat([torch.logsumexp(part, dim=-1) for part in logits.split(rows)])
     # logsumexp loses too much in 16 bits
     rows = [F.log_softmax(row, dim=-1).gather(-1, chosen) for row, chosen in zip(logits, index, strict=True)]

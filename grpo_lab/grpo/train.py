@@ -1,9 +1,9 @@
 """The GRPO loop: sample answers, reward them, compare them within their group, update (the step: step.py).
 
-Beyond what step.py lists, this loop departs from TRL's by two keywords, both off by default:
-`skip_flat_groups` leaves out the groups whose rewards are all equal (their advantages are 0, so with beta=0
-the gradient stays the same and the batch gets smaller), and `share_prefill` runs a prompt through the model
-once for its whole group.
+Beyond what step.py lists, this loop departs from TRL's in that a prompt runs through the model once for its
+whole group (`share_prefill=False` repeats it, as TRL does), and in a keyword that is off by default:
+`skip_flat_groups` leaves out the groups whose rewards are all equal. Their advantages are 0, so with beta=0
+the gradient stays the same, and the batch gets smaller.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def train(
     reward_funcs: Sequence[Callable] | Callable | None = None, progress: bool = True,
     lr_scheduler_type: str = "linear", final_lr_fraction: float = 0.0, adam_beta1: float = 0.9,
     adam_beta2: float = 0.999, weight_decay: float = 0.0, max_grad_norm: float = MAX_GRAD_NORM,
-    skip_flat_groups: bool = False, share_prefill: bool = False,
+    skip_flat_groups: bool = False, share_prefill: bool = True,
     callback: Callable[[dict], None] | None = None,
 ):  # fmt: skip
     """Train with GRPO; returns the trained model and the history, a DataFrame with a row per optimizer step.
@@ -121,7 +121,7 @@ def train(
 
 def sample_batch(
     policy, tokenizer, prompts: Sequence[dict], reward_funcs: Sequence[Callable], recipe, *,
-    generator: torch.Generator | None = None, share_prefill: bool = False,
+    generator: torch.Generator | None = None, share_prefill: bool = True,
 ) -> tuple[Samples, dict[str, float]]:  # fmt: skip
     """`num_generations` completions for each prompt, rewarded: samples with their advantages, and metrics.
 

