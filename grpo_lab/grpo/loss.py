@@ -127,7 +127,8 @@ def _chunked_logps(model, inputs, token_ids, temperature, autocast, return_entro
     hidden = hidden[:, -token_ids.shape[1] - 1 : -1].flatten(0, 1)
     dtype = hidden.dtype if autocast is None else getattr(torch, autocast)
     logps, entropy = ChunkedLogps.apply(
-        hidden, head.weight, head.bias, token_ids.flatten(), temperature, chunk_size, dtype, return_entropy)
+        hidden, head.weight, head.bias, token_ids.flatten(), temperature, chunk_size, dtype, return_entropy
+    )
     return logps.view(token_ids.shape), entropy.view(token_ids.shape) if return_entropy else None
 
 
@@ -163,6 +164,7 @@ class ChunkedLogps(torch.autograd.Function):
             logsumexps.append(logsumexp)
             if with_entropy:
                 entropies.append(entropy_from_logits(logits))
+            del logits  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, token_ids, torch.cat(logsumexps))
         ctx.settings = temperature, chunk_size, dtype
         entropy = torch.cat(entropies) if with_entropy else None
@@ -190,6 +192,7 @@ class ChunkedLogps(torch.autograd.Function):
                 _add_matmul(grad_weight, grad.t(), hidden[chunk].to(dtype))
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+            del grad
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 

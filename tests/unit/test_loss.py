@@ -165,6 +165,37 @@ def test_chunked_refuses_a_head_that_is_not_a_plain_layer():
         token_logps(model, ids, ids, 2, logits="chunked")
 
 
+def test_chunked_holds_one_chunk_of_logits():
+    """The last chunk's logits once stayed alive, by the loop's variable, while the next chunk's were made."""
+    import weakref
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Track(TorchDispatchMode):
+        alive = highest = 0
+
+        def gone(self):
+            self.alive -= 1
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape == (10, 50) and not func.is_view:
+                storage = out.untyped_storage()
+                if all(storage.data_ptr() != t.untyped_storage().data_ptr() for t in args
+                       if isinstance(t, torch.Tensor)):  # fmt: skip
+                    self.alive += 1
+                    weakref.finalize(storage, self.gone)
+                self.highest = max(self.highest, self.alive)
+            return out
+
+    weight, states = torch.randn(50, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    with Track() as track:
+        logps, _ = ChunkedLogps.apply(states, weight, None, torch.arange(40), 0.7, 10, torch.float32, False)
+        logps.sum().backward()
+    assert track.alive == 0
+    assert track.highest == 1
+
+
 def test_chunked_holds_one_gradient_of_the_weight():
     """Recomputing by `torch.utils.checkpoint` holds a second gradient of the output layer while adding it to
     the first; ours adds in place. Seen by counting every tensor of that size that the backward makes."""

@@ -9,6 +9,7 @@ import torch
 from tiny_llama import make_model, make_tokenizer
 
 from grpo_lab.grpo import train as loop
+from grpo_lab.grpo.step import windows
 from grpo_lab.grpo.train import evaluate, prompt_batches, sample_batch, train
 from grpo_lab.recipe import Recipe
 
@@ -83,6 +84,17 @@ def test_history_has_a_row_for_each_update():
     assert history.notna().all(axis=None) and (history.seconds > 0).all()
     assert (history.grad_norm > 0).all() and history.clip_ratio[0] == 0
     assert history.clipped.between(0, 1).all() and history.completion_length.between(1, 5).all()
+
+
+def test_an_update_sees_many_prompts(monkeypatch):
+    """Unshuffled, the first update of a batch would take the first prompts' groups only; TRL shuffles too."""
+    seen = []
+    spy = lambda samples, recipe: seen.append(samples) or windows(samples, recipe)  # noqa: E731
+    monkeypatch.setattr(loop, "windows", spy)
+    run(recipe(steps_per_generation=2, per_device_train_batch_size=16, max_steps=1))
+    first_half = {tuple(row.tolist()) for row in seen[0].prompt_ids[:16]}
+    assert len(first_half) > 4, "16 rows are 4 groups"
+    assert len({tuple(row.tolist()) for row in seen[0].prompt_ids}) == 8
 
 
 def test_loss_is_zero_while_it_learns():
