@@ -17,7 +17,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
-INK, GREY = "#222222", "#6E6E6E"
+INK, GREY, RED = "#222222", "#6E6E6E", "#B00020"
+LINE = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.3}
+SLANTED = {"color": INK, "fontsize": 9, "fontstyle": "italic"}
+PAPER = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1.2}  # behind words over a picture
 STYLE = {
     "font.size": 10,
     "text.color": INK,

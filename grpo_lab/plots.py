@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ._picture import GREY, INK, STYLE, GiB, MiB, Picture, show, size
+from ._picture import GREY, INK, LINE, PAPER, RED, SLANTED, STYLE, GiB, MiB, Picture, show, size
 
 __all__ = ["CATEGORIES", "Picture", "alt", "breakdown", "learning", "show", "size", "timeline", "waterfall"]
 
@@ -75,9 +75,11 @@ def timeline(report: Any, ax: Axes | None = None) -> Figure:
             ax.fill_between(table["event"], floor, top, step="post", linewidth=0, **_fill(category))
             floor = top
         ax.step(table["event"], table["reserved"] / unit, where="post", color=INK, linewidth=1.2)
-        _budget_lines(ax, {"budget": report.budget} if report.budget else {}, unit, vertical=False)
+        late = report.oom is not None and report.oom["event"] > table["event"].iloc[-1] / 2
         if report.oom is not None:
-            _mark_oom(ax, report.oom, unit)
+            _mark_oom(ax, report.oom, unit, side="right" if late else "left")
+        if report.budget is not None:
+            _budget_across(ax, report.budget, unit, side="left" if late else "right")
         ax.set(xlabel="allocations and frees, in order", ylabel=name, xlim=_ends(table["event"]))
         ax.set_ylim(0, 1.08 * ax.dataLim.ymax + (0.12 * ax.dataLim.ymax if report.oom is not None else 0))
         ax.set_title(_verdict(report), pad=_phase_bands(ax, table))
@@ -123,8 +125,8 @@ def waterfall(rows: pd.DataFrame, budgets: Mapping[str, int] | None = None, ax: 
             left += width
         for y, n in enumerate(total):
             ax.text(max(n / unit, left[y]) + 0.012 * total.max() / unit, y, size(n), va="center", fontsize=9,
-                    fontweight="bold", bbox={"facecolor": "white", "linewidth": 0, "pad": 1.2})
-        _budget_lines(ax, budgets, unit, vertical=True)
+                    fontweight="bold", bbox=PAPER)
+        _budgets_down(ax, budgets, unit)
         ax.set_yticks(range(len(rows)), rows["label"])
         ax.tick_params(axis="y", length=0)
         ax.set(xlabel=f"{name} at the peak", xlim=(0, 1.13 * max(total.max() / unit, left.max())))
@@ -228,25 +230,26 @@ def _legend(ax: Axes, names: list[str], reserved: bool) -> None:
     ax.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=1.6)
 
 
-def _budget_lines(ax: Axes, budgets: Mapping[str, int], unit: int, vertical: bool) -> None:
-    for i, (name, n) in enumerate(sorted(budgets.items(), key=lambda item: item[1])):
-        (ax.axvline if vertical else ax.axhline)(n / unit, color=INK, linestyle=(0, (4, 2)), linewidth=1.3)
-        where: dict[str, Any] = {"color": INK, "fontsize": 9, "fontstyle": "italic"}
-        if vertical:
-            # The two labels point away from each other: the lines may lie close together.
-            ax.text(n / unit, -0.5, f" {name} ", va="bottom", ha="left" if i else "right", **where)
-        else:
-            across = ax.get_yaxis_transform()
-            ax.text(0.005, n / unit, f"{name}: {size(n)}", va="bottom", transform=across, **where)
+def _budget_across(ax: Axes, budget: int, unit: int, side: str) -> None:
+    ax.axhline(budget / unit, **LINE)
+    x = 0.005 if side == "left" else 0.995
+    ax.text(x, budget / unit, f"budget: {size(budget)}", ha=side, va="bottom", bbox=PAPER,
+            transform=ax.get_yaxis_transform(), **SLANTED)
 
 
-def _mark_oom(ax: Axes, oom: Mapping[str, Any], unit: int) -> None:
+def _budgets_down(ax: Axes, budgets: Mapping[str, int], unit: int) -> None:
+    for i, (name, budget) in enumerate(sorted(budgets.items(), key=lambda item: item[1])):
+        ax.axvline(budget / unit, **LINE)
+        # The two labels point away from each other: the lines may lie close together.
+        ax.text(budget / unit, -0.5, f" {name} ", va="bottom", ha="left" if i else "right", **SLANTED)
+
+
+def _mark_oom(ax: Axes, oom: Mapping[str, Any], unit: int, side: str) -> None:
     x, y = oom["event"], (oom["allocated"] + oom["requested"]) / unit
-    ax.plot([x], [y], "X", color="#B00020", markersize=13, markeredgecolor="white", clip_on=False, zorder=5)
-    right = x > sum(ax.dataLim.intervalx) / 2
-    ax.annotate(f"out of memory\nasked for {size(oom['requested'])} more", (x, y), (-10 if right else 10, 4),
-                textcoords="offset points", ha="right" if right else "left", va="bottom", color="#B00020",
-                weight="bold", fontsize=9)
+    ax.plot([x], [y], "X", color=RED, markersize=13, markeredgecolor="white", clip_on=False, zorder=5)
+    ax.annotate(f"out of memory\nasked for {size(oom['requested'])} more", (x, y), textcoords="axes fraction",
+                xytext=(0.03 if side == "left" else 0.97, 0.97), ha=side, va="top", color=RED, weight="bold",
+                fontsize=9, bbox=PAPER, arrowprops={"arrowstyle": "-", "color": RED}, zorder=6)
 
 
 def _phase_bands(ax: Axes, table: pd.DataFrame) -> int:

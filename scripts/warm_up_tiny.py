@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
     "{% elif message['role'] == 'user' %}={% endif %}{% endfor %}"
 )
 
-SEED = 2
+SEED = 7
 LEARNING_RATE = 3e-3
 BATCH_SIZE = 128
 WARM_UP_STEPS = 50

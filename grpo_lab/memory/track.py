@@ -1,7 +1,7 @@
 """The instrument over real tensors: what does this code, on this machine, do with memory?
 
 >>> import torch
->>> with track() as memory:
+>>> with track(existing=False) as memory:                          # count from here on
 ...     with memory.phase("forward"):
 ...         x = torch.zeros(1024, 1024)
 ...         y = x * 2

@@ -51,7 +51,7 @@ def asked(monkeypatch, tmp_path):
         return SimpleNamespace(peak_allocated=100 - len(calls), peak_reserved=100, fits=len(calls) > 1,
                                categories=pd.DataFrame({"bytes": owners}))
 
-    monkeypatch.setattr(importlib.import_module("grpo_lab.simulate"), "simulate", simulate)
+    monkeypatch.setattr(importlib.import_module("grpo_lab.simulation"), "simulate", simulate)
     monkeypatch.setenv("GRPO_LAB_CACHE", str(tmp_path / "cache"))
     return calls
 

@@ -5,26 +5,12 @@ from itertools import accumulate
 
 import pytest
 import torch
+from llama import make_llama
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from grpo_lab import Recipe, models, simulate, track
 from grpo_lab.memory.ledger import Ledger
 from grpo_lab.simulation import _steps
-
-
-def llama_30m():
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32000, hidden_size=384, intermediate_size=1024, num_hidden_layers=4,
-                         num_attention_heads=6, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-
-
-@pytest.fixture(scope="session")
-def llama_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    llama_30m().save_pretrained(folder)
-    return str(folder)
 
 
 def profiled_peak(run) -> int:
@@ -62,7 +48,7 @@ def test_a_real_step_as_the_cpu_allocator_saw_it_and_as_it_is_simulated(model, n
     """A dispatch mode makes autograd copy where it would work in place (7 % too much with checkpointing, once): the
     ledger's peak must be that of a run with no ledger, within 1 %, and the simulated peak the ledger's, to the byte."""
     folder = "tiny" if model == "tiny" else llama_folder
-    load = (lambda: models.load("tiny")[0]) if model == "tiny" else llama_30m
+    load = (lambda: models.load("tiny")[0]) if model == "tiny" else make_llama
     recipe = recipe_for(folder, SETTINGS[name])
     simulated = simulate(recipe, kernels="cpu", every_micro_batch=True)
     measured, exact = measured_peak(recipe, load)

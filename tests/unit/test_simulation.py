@@ -1,8 +1,10 @@
 """`simulate` on the course's own recipes, and what must follow from a change of recipe."""
 import pytest
 import torch
+from llama import make_llama
 
 from grpo_lab import Recipe, simulate
+from grpo_lab.memory.virtual import CUBLAS_WORKSPACE
 
 GiB = 2**30
 
@@ -37,32 +39,37 @@ def test_chunked_logits_take_away_nine_tenths_of_the_logits(baseline):
     assert chunked.timeline["logits"].max() < 0.1 * baseline.timeline["logits"].max()
 
 
-def small(**changes) -> Recipe:
-    return Recipe(**{"model": "SmolLM2-135M", "gpu": "RTX 3080 Laptop 8GB", "num_generations": 4, "beta": 0.0,
-                     "per_device_train_batch_size": 4, "max_prompt_length": 64, "max_completion_length": 128, **changes})
+@pytest.fixture(scope="module")
+def small(llama_folder):
+    """A recipe for a small model, changed as a test wants."""
+    def recipe(**changes) -> Recipe:
+        return Recipe(**{"model": llama_folder, "gpu": "RTX 3080 Laptop 8GB", "num_generations": 4, "beta": 0.0,
+                         "per_device_train_batch_size": 4, "max_prompt_length": 64, "max_completion_length": 128,
+                         **changes})
+    return recipe
 
 
 @pytest.mark.parametrize("changes", [
     {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, {"activation_checkpointing": True},
     {"logits": "chunked", "logits_chunk_size": 64}, {"lora_rank": 8}, {"optim": "sgd"}, {"dtype": "bfloat16"}])
-def test_each_optimization_lowers_the_peak(changes):
+def test_each_optimization_lowers_the_peak(small, changes):
     base = small(dtype="float32")
     assert simulate(base.replace(**changes)).peak_allocated < simulate(base).peak_allocated
 
 
-def test_a_reference_model_costs_its_weights_and_none_with_an_adapter():
+def test_a_reference_model_costs_its_weights_and_none_with_an_adapter(small):
     with_reference, without = simulate(small(beta=0.1)), simulate(small())
     assert "reference model" in with_reference.categories.index
     assert "reference model" not in without.categories.index
     assert "reference model" not in simulate(small(beta=0.1, lora_rank=8)).categories.index
 
 
-def test_the_optimizers_states_come_at_the_end_of_the_first_step():
+def test_the_optimizers_states_come_at_the_end_of_the_first_step(small):
     """A run that survives its first step can die in its second."""
     first, second = simulate(small(dtype="float32"), steps=1), simulate(small(dtype="float32"), steps=2)
-    states = 2 * 134_515_008 * 4
+    states = 2 * 4 * sum(p.numel() for p in make_llama().parameters())
     grown = second.phases.loc["forward", "peak_allocated"] - first.phases.loc["forward", "peak_allocated"]
-    assert grown == pytest.approx(states, rel=0.01)
+    assert grown == pytest.approx(states + CUBLAS_WORKSPACE, rel=1e-4)     # the backward thread's, since the first step
     between = (first.phases.loc["backward", "peak_reserved"] + second.peak_reserved) // 2
     card = small(dtype="float32", gpu=int(between))
     assert simulate(card, steps=1).fits
@@ -70,23 +77,26 @@ def test_the_optimizers_states_come_at_the_end_of_the_first_step():
     assert not late.fits
 
 
-def test_the_steady_state_is_the_second_step():
-    """Made beforehand or by a first step, the states and the peaks are the same."""
+def test_the_steady_state_is_the_second_step(small):
+    """Made beforehand or by a first step, the states and the peaks are the same. The backward thread's cuBLAS workspace
+    was missing from the steady state's forward once. Reserved bytes depend on the order of allocations too."""
     steady, real = simulate(small()), simulate(small(), steps=2)
-    assert steady.peak_allocated == real.peak_allocated
+    common = ["rollout", "forward", "backward", "optimizer"]
+    assert steady.phases.loc[common, "peak_allocated"].tolist() == real.phases.loc[common, "peak_allocated"].tolist()
+    assert steady.peak_reserved == pytest.approx(real.peak_reserved, rel=0.08)
 
 
-def test_rollouts_in_chunks_hold_a_smaller_cache():
+def test_rollouts_in_chunks_hold_a_smaller_cache(small):
     whole, chunks = simulate(small(max_completion_length=512)), simulate(
         small(max_completion_length=512, rollout_batch_size=1))
     assert chunks.phases.loc["rollout", "peak_allocated"] < whole.phases.loc["rollout", "peak_allocated"]
 
 
-def test_the_same_recipe_gives_the_same_bytes():
+def test_the_same_recipe_gives_the_same_bytes(small):
     one, two = simulate(small()), simulate(small())
     assert one.timeline.equals(two.timeline)
 
 
-def test_what_this_version_cannot_simulate_is_said():
+def test_what_this_version_cannot_simulate_is_said(small):
     with pytest.raises(NotImplementedError, match="quantization"):
         simulate(small(quantization="nf4", lora_rank=8))
