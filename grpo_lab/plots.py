@@ -60,9 +60,8 @@ def timeline(report: Any, ax: Axes | None = None) -> Figure:
     """Memory over one step, stacked by category, its phases marked; the budget; an X where it ran out.
 
     report: a MemoryReport. ax: axes to draw on, instead of a new figure.
-    The horizontal axis counts allocations and frees, not time; where these are denser than the picture, the
-    highest of them is drawn. The line on top is what the allocator has reserved: the gap to the colours is
-    memory it holds without using it.
+    The horizontal axis counts allocations and frees, not time; where too dense, the highest is drawn.
+    The line on top is what the allocator has reserved: what it holds above the colours is not in use.
     """
     table = _envelope(report.timeline.reset_index())
     with matplotlib.rc_context(STYLE):
@@ -161,8 +160,7 @@ def learning(
             texts.append(f"{subject} goes from {first:.2f} to {last:.2f} over {len(table)} steps")
         ax.set(xlabel="step", ylabel="mean reward")
         ax.set_title("What the model earns")
-        ax.grid(axis="y", color="#DDDDDD", linewidth=0.7)
-        ax.set_axisbelow(True)
+        ax.grid(axis="y", color="#DDDDDD", linewidth=0.7, zorder=0)
         if control is not None:
             ax.legend(loc="best")
         if isinstance(figure, Picture):
@@ -292,7 +290,6 @@ def _runs(table: pd.DataFrame, last: float) -> list[tuple[str, float, float]]:
 
 def _course_budgets() -> dict[str, int]:
     from . import gpus
-
     return {f"{n} GB card": gpus.get(f"RTX 3080 Laptop {n}GB").budget for n in (16, 8)}
 
 
