@@ -24,6 +24,27 @@ def cuda_choices(foreach: bool = True):
         yield
 
 
+@contextmanager
+def kv_cache_known(ledger):
+    """Inside, keys and values that a transformers cache holds are entered as "KV cache" in the ledger."""
+    from transformers.cache_utils import Cache
+    update = Cache.update
+
+    def tag(layers):
+        held = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
+        ledger.tag((t for t in held if isinstance(t, torch.Tensor)), "KV cache")
+
+    def tagging_update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx == 0:                      # what was repeated or moved since the last token
+            tag(self.layers)
+        out = update(self, key_states, value_states, layer_idx, *args, **kwargs)
+        tag(self.layers[layer_idx:layer_idx + 1])
+        return out
+
+    with mock.patch.object(Cache, "update", tagging_update):
+        yield
+
+
 def _foreach(patch) -> None:
     from torch.nn.utils import clip_grad
     from torch.optim import _functional  # noqa: F401  (torch.optim is loaded)

@@ -11,12 +11,14 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
 
 import torch
 
 from .. import gpus
 from .allocator import CachingAllocator
 from .ledger import Ledger
+from .patches import kv_cache_known
 from .report import MemoryReport
 
 
@@ -43,11 +45,13 @@ class track:  # noqa: N801 - used as a function
                 self._adopt()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
-        self.ledger.__enter__()
+        self._stack = ExitStack()
+        self._stack.enter_context(kv_cache_known(self.ledger))
+        self._stack.enter_context(self.ledger)
         return self
 
     def __exit__(self, *exc) -> None:
-        self.ledger.__exit__(*exc)
+        self._stack.__exit__(*exc)
         if self.cuda:
             self.peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 

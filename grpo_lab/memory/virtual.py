@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import gpus
 from .allocator import CachingAllocator
 from .ledger import Ledger, aten
-from .patches import cuda_choices
+from .patches import cuda_choices, kv_cache_known
 from .report import MemoryReport
 
 READ_AS = {torch.bool: False}       # everything else reads as 1
@@ -85,6 +85,7 @@ class VirtualGPU:
         self._stack = ExitStack()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack.enter_context(cuda_choices(foreach=self.kernels == "cuda"))
+        self._stack.enter_context(kv_cache_known(self.ledger))
         self._stack.enter_context(self.fake)
         self._stack.enter_context(self.ledger)
         self._stack.enter_context(CudaIsHere())

@@ -100,3 +100,13 @@ def test_the_same_recipe_gives_the_same_bytes(small):
 def test_what_this_version_cannot_simulate_is_said(small):
     with pytest.raises(NotImplementedError, match="quantization"):
         simulate(small(quantization="nf4", lora_rank=8))
+
+
+def test_the_kv_cache_is_known_by_name(small):
+    """It was counted among the rollout's temporaries once."""
+    recipe = small(max_completion_length=100)
+    report = simulate(recipe)
+    held = 4 * (64 + 100 - 1) * 2 * 4 * 2 * 64 * 2          # sequences, tokens, K and V, layers, heads, width, bytes
+    rollout = report.timeline[report.timeline["phase"] == "rollout"]
+    assert held <= rollout["KV cache"].max() <= 1.2 * held  # one layer's old keys or values live beside the new ones
+    assert report.timeline.loc[rollout.index[-1], "KV cache"] == 0
