@@ -142,16 +142,12 @@ def test_warming_up_starts_to_learn(warm_up, capsys):
 # --- learning with GRPO -------------------------------------------------------------------------------------
 
 
-def short_recipe(**changes):
-    return Recipe.preset("tiny", max_steps=40, **changes)
-
-
-def test_thirty_updates_raise_the_reward(tiny):
+def test_thirty_batches_raise_the_reward(tiny):
+    """Two updates a batch. Ten batches' mean reward is good to 0.01; four seeds rose by 0.07 to 0.09."""
     model, tokenizer = tiny
-    _, history = train(
-        short_recipe(), model=model, tokenizer=tokenizer, progress=False, **TRAIN_KEYWORDS["tiny"]
-    )
-    assert history.reward.tail(8).mean() > history.reward.head(8).mean() + 0.04
+    recipe = Recipe.preset("tiny", max_steps=60)
+    _, history = train(recipe, model=model, tokenizer=tokenizer, progress=False, **TRAIN_KEYWORDS["tiny"])
+    assert history.reward.tail(20).mean() > history.reward.head(10).mean() + 0.04
 
 
 def test_the_stored_table_is_of_the_stored_model(tiny):
