@@ -244,7 +244,7 @@ def test_none_means_not_applicable_as_in_trl():
 
 
 def broken(completions, gold, **_):
-    return [float(c == g) for c, g in zip(completions, gold)]
+    return [float(c == g) for c, g in zip(completions, gold, strict=True)]
 
 
 def test_a_function_that_raises_is_named_and_its_error_kept():

@@ -1,6 +1,5 @@
 """The tiny model as it is stored, the script that made it, and that it learns."""
 
-import filecmp
 import importlib.util
 import sys
 from pathlib import Path
@@ -109,13 +108,12 @@ def test_a_chat_reads_like_the_plain_prompts(tiny):
 # --- the script that made it --------------------------------------------------------------------------------
 
 
-def test_the_script_writes_the_stored_configuration_and_tokenizer(warm_up, tmp_path):
-    tokenizer = warm_up.make_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    for path in tmp_path.iterdir():
-        assert filecmp.cmp(path, data_path("tiny", path.name), shallow=False), (
-            f"{path.name}: run scripts/warm_up_tiny.py"
-        )
+def test_the_script_makes_the_stored_configuration_and_tokenizer(warm_up):
+    """Compared as loaded: releases of transformers write the same facts with other keys."""
+    tokenizer, loaded = warm_up.make_tokenizer(), AutoTokenizer.from_pretrained(data_path("tiny"))
+    assert tokenizer.backend_tokenizer.to_str() == loaded.backend_tokenizer.to_str()
+    for name in ("special_tokens_map", "chat_template", "padding_side", "model_max_length"):
+        assert getattr(tokenizer, name) == getattr(loaded, name), name
     made = warm_up.make_model(tokenizer).config.to_dict()
     stored = AutoModelForCausalLM.from_pretrained(data_path("tiny")).config.to_dict()
     for key in made.keys() - {"architectures", "_name_or_path", "dtype", "transformers_version"}:
