@@ -51,11 +51,12 @@ KERNEL_TEMPORARIES = {
 class Record:
     """One storage's life: bytes (rounded to 512) and as asked for, the op that made it, its category, its phase."""
 
-    __slots__ = ("bytes", "requested", "op", "category", "phase", "block", "address", "died")
+    __slots__ = ("bytes", "requested", "op", "category", "phase", "module", "frames", "block", "address", "died")
 
     def __init__(self, nbytes: int, op: str, category: str | None, phase: str):
         self.bytes = self.requested = nbytes
         self.op, self.category, self.phase = op, category, phase
+        self.module, self.frames = "", ()           # which module ran, and the Python lines, if asked for
         self.block, self.address, self.died = None, 0, False
 
 
@@ -74,6 +75,7 @@ class Ledger(TorchDispatchMode):
         self.events: list[tuple[int, Record, int, int]] = []        # (+1 | -1, record, allocated, reserved) after it
         self.phases: list[dict] = []                                # name, start and end in events, peaks
         self.vocabularies: set[int] = set()                         # widths by which logits are recognized
+        self.locate = None                                          # () -> (module, frames) of a new record
         self._records: dict[int, Record] = {}                       # storage address -> record, while it lives
         self._refs: dict[int, weakref.ref] = {}
         self._forward: list[Record] = []                            # made with gradients on, not yet classified
@@ -207,6 +209,8 @@ class Ledger(TorchDispatchMode):
             self.allocator.budget = None
             record.block = self.allocator.allocate(record.bytes)
         record.address, record.bytes = record.block.address, round_up(record.bytes)
+        if self.locate is not None:
+            record.module, record.frames = self.locate()
         self._event(1, record)
 
     def _event(self, sign: int, record: Record) -> None:
