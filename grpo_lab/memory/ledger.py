@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -154,22 +155,30 @@ class Ledger(TorchDispatchMode):
     # ---- what PyTorch says --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = eager_again(func, args, kwargs or {}) if torch._C._current_graph_task_id() != -1 else None
-        if out is None:
-            out = func(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1:
+            func = eager_again(func, args) or func
+        out = self.run(func, args, kwargs or {})
         self._see(func, args, out)
         return out
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False                    # nobody compiles inside a ledger, and the guard costs more than the ledger
+
+    def run(self, func, args, kwargs):
+        """Carries the op out; over fake tensors there is a shorter way."""
+        return func(*args, **kwargs)
+
     def _see(self, func, args, out) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
+        if aliases_input(func):
+            return
         grad = torch.is_grad_enabled()
-        if in_backward and not grad and self._forward:
+        if self._forward and not grad and torch._C._current_graph_task_id() != -1:
             self._classify_activations()
         if func in KERNEL_TEMPORARIES:
             self.drop(self.add(KERNEL_TEMPORARIES[func](*args), f"{op_name(func)} (inside)", "temporaries"))
-        for tensor in () if aliases_input(func) else _leaves(out):
-            storage = tensor.untyped_storage()
-            if storage._cdata in self._records:
+        for tensor in _leaves(out):
+            if tensor.untyped_storage()._cdata in self._records:
                 continue
             record = self._enter(tensor, func, self._category[-1])
             if record is not None and record.category is None:
@@ -256,6 +265,8 @@ class Ledger(TorchDispatchMode):
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor itself, or the plain ones inside a wrapper (DTensor and the like)."""
+    if type(tensor) in (FakeTensor, torch.Tensor) and tensor.layout is torch.strided:
+        return [tensor] if tensor.device.type != "meta" else []
     if hasattr(tensor, "__tensor_flatten__"):
         return [leaf for name in tensor.__tensor_flatten__()[0] for leaf in _plain(getattr(tensor, name))]
     return [tensor] if tensor.layout is torch.strided and tensor.device.type != "meta" else []
@@ -275,8 +286,8 @@ def aliases_input(func) -> bool:
     return any(r.alias_info is not None for r in func._schema.returns)
 
 
-def eager_again(func, args, kwargs):
-    """Runs ``func`` in place where plain autograd would have; None where it wouldn't.
+def eager_again(func, args):
+    """The in-place form of ``func`` where plain autograd would have taken it; None where it wouldn't.
 
     Inside a backward pass the first operand's memory is reused when nobody but autograd's buffer holds it. The counts
     are what a dispatch mode sees of such a tensor: the buffer, the argument and its Python object (four), and a
@@ -285,7 +296,7 @@ def eager_again(func, args, kwargs):
     in_place = IN_PLACE.get(func)
     if in_place is None or torch.is_grad_enabled():
         return None
-    return in_place(*args, **kwargs) if _unshared(args[0]) else None
+    return in_place if _unshared(args[0]) else None
 
 
 def _unshared(tensor: torch.Tensor) -> bool:

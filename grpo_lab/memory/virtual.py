@@ -25,9 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import gpus
 from .allocator import CachingAllocator
 from .ledger import Ledger, aten
+from .memo import Memo
 from .patches import cuda_choices, kv_cache_known
 from .report import MemoryReport
 
+WHICH_DEVICE = torch.ops.prim.device.default
 READ_AS = {torch.bool: False}       # everything else reads as 1
 
 # cuBLAS's workspace a handle and stream: ":4096:2:16:8" before Hopper, ":4096:8" from Hopper on
@@ -42,13 +44,15 @@ class VirtualLedger(Ledger):
     def __init__(self, *args, cublas: int | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.cublas, self._handles = cublas, set()
+        self.run = lambda func, args, kwargs: func(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is WHICH_DEVICE:
+            return args[0].fake_device
         if func is aten._local_scalar_dense.default:
-            constant = getattr(args[0], "constant", None)
-            if isinstance(args[0], FakeTensor) and constant is None:
-                return READ_AS.get(args[0].dtype, 1)
-            return (constant if constant is not None else args[0]).item()
+            constant = args[0].constant if isinstance(args[0], FakeTensor) else args[0]
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                return READ_AS.get(args[0].dtype, 1) if constant is None else constant.item()
         if func in MATMULS and self.cublas:
             thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
             if thread not in self._handles:
@@ -84,6 +88,7 @@ class VirtualGPU:
                                "leave the outer `with` first")
         self._stack = ExitStack()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.ledger.run = Memo(self.fake)
         self._stack.enter_context(cuda_choices(foreach=self.kernels == "cuda"))
         self._stack.enter_context(kv_cache_known(self.ledger))
         self._stack.enter_context(self.fake)
