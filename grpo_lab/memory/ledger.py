@@ -80,6 +80,7 @@ class Ledger(TorchDispatchMode):
         self._records: dict[int, Record] = {}                       # storage address -> record, while it lives
         self._refs: dict[int, weakref.ref] = {}
         self._forward: list[Record] = []                            # made with gradients on, not yet classified
+        self._backward_ran = False
         self._modules: list[weakref.ref] = []
         self._phase: list[str] = ["start"]
         self._category: list[str | None] = [None]
@@ -106,7 +107,8 @@ class Ledger(TorchDispatchMode):
         finally:
             self._phase.pop()
             entry["end"] = len(self.events)
-            self.label_gradients()
+            if self._backward_ran:                                  # gradients may be there that no optimizer has seen
+                self.label_gradients()
 
     @contextmanager
     def category(self, name: str):
@@ -217,7 +219,7 @@ class Ledger(TorchDispatchMode):
                 raise torch.OutOfMemoryError(cuda_message(oom, self.budget, self.context)) from None
             self.allocator.budget = None
             record.block = self.allocator.allocate(record.bytes)
-        record.address, record.bytes = record.block.address, round_up(record.bytes)
+        record.address, record.bytes = record.block.address, record.block.size      # what isn't worth splitting off, too
         if self.locate is not None:
             record.module, record.frames = self.locate()
         self._event(1, record)
@@ -233,8 +235,10 @@ class Ledger(TorchDispatchMode):
             if not record.died and record.category is None:
                 record.category = "activations"
         self._forward.clear()
+        self._backward_ran = True
 
     def label_gradients(self) -> None:
+        self._backward_ran = False
         for module in filter(None, (ref() for ref in self._modules)):
             self.tag((p.grad for p in module.parameters() if p.grad is not None), "gradients")
             for parameter in module.parameters():                       # added since: adapters

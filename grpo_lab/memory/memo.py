@@ -26,7 +26,7 @@ _NEVER_OPS = ("aten::set_", "aten::resize", "aten::lift", "aten::_local_scalar",
               "aten::set_data", "aten::item", "prim::", "aten::is_pinned", "aten::_pin_memory")
 LIFT = torch.ops.aten.lift_fresh.default
 CPU = torch.device("cpu")
-_KEPT = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
+_KEPT = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 MOST_PLANS = 200_000
@@ -54,8 +54,11 @@ class Memo:
                 return func(*args, **kwargs)
             tensors: list[Tensor] = []
             try:
-                key = (func, torch.get_default_dtype(), torch.is_inference_mode_enabled(),
-                       _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else None)
+                key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+                _key(args, key, tensors)
+                for name in kwargs:
+                    _key((name, kwargs[name]), key, tensors)
+                key = tuple(key)
             except Unknown:
                 return func(*args, **kwargs)
             if any(t.constant is not None for t in tensors) and (
@@ -86,7 +89,7 @@ class Memo:
             if out is tensor:
                 return ("same", place)
         if type(out) is not FakeTensor or out.constant is not None or out.layout is not torch.strided \
-                or out.fake_device != CPU or out.is_conj() or out.is_neg():
+                or out.fake_device != CPU or out.dtype.is_complex:
             raise Unknown
         geometry = tuple(out.shape), out.stride(), out.storage_offset()
         storage = out.untyped_storage()
@@ -135,18 +138,23 @@ def may_remember(func) -> bool:
     return not (_NEVER & set(func.tags) or func.name().startswith(_NEVER_OPS))
 
 
-def _key(value, tensors: list[Tensor]):
-    """What decides the outcome; the tensors in it are listed in ``tensors``."""
-    if isinstance(value, Tensor):
-        if not isinstance(value, FakeTensor) or value.fake_device is not CPU and value.fake_device != CPU or value.is_conj() or value.is_neg():
+def _key(values, key: list, tensors: list[Tensor]) -> None:
+    """Adds to ``key`` what decides the outcome of these arguments, and to ``tensors`` the tensors among them."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            dtype = value.dtype
+            if dtype.is_complex or value.fake_device != CPU:
+                raise Unknown
+            tensors.append(value)
+            key += value.shape, value.stride(), value.storage_offset(), dtype
+        elif kind in _KEPT:
+            key += kind, value                      # 1, 1.0 and True are not the same
+        elif kind is list or kind is tuple or kind is torch.Size:
+            key += list, len(value)
+            _key(value, key, tensors)
+        else:
             raise Unknown
-        tensors.append(value)
-        return value.shape, value.stride(), value.storage_offset(), value.dtype
-    if isinstance(value, (tuple, list)):
-        return tuple([_key(item, tensors) for item in value])
-    if isinstance(value, _KEPT):
-        return type(value), value
-    raise Unknown
 
 
 def _bytes(shape: tuple, stride: tuple, itemsize: int) -> int:

@@ -44,6 +44,7 @@ class VirtualLedger(Ledger):
     def __init__(self, *args, cublas: int | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.cublas, self._handles = cublas, set()
+        self.on_the_card = {}           # op -> f(run, *args): what it does there, op by op; None where the op will do
         self.run = lambda func, args, kwargs: func(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -58,7 +59,14 @@ class VirtualLedger(Ledger):
             if thread not in self._handles:
                 self._handles.add(thread)
                 self.add(self.cublas, f"cuBLAS workspace ({thread} thread)", "workspace")
+        if func in self.on_the_card:
+            out = self.on_the_card[func](self._run_one, *args, **(kwargs or {}))
+            if out is not None:
+                return out
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _run_one(self, func, *args, **kwargs):
+        return self.__torch_dispatch__(func, (), args, kwargs)
 
 
 class VirtualGPU:
@@ -103,25 +111,35 @@ class VirtualGPU:
         """``with gpu.phase("forward")``: names what runs inside, in the report and in the pictures."""
         return self.ledger.phase(name)
 
-    def load(self, model: str, dtype: str = "float32", category: str = "parameters", **options):
+    def load(self, model: str, dtype: str = "float32", category: str = "parameters", quantization: str | None = None,
+             compute_dtype: str | None = None, **options):
         """A transformers model of that architecture with fake weights, counted in phase "load".
 
         ``model`` as in :func:`grpo_lab.models.config`; ``options`` go to the model as ``from_pretrained`` would take
-        them (``attn_implementation="eager"``).
+        them (``attn_implementation="eager"``). ``quantization``: None, "nf4", or "nf4_double"; then ``compute_dtype``
+        is the dtype that the 4-bit layers multiply in (None: ``dtype``).
         """
         from transformers import AutoModelForCausalLM
 
         from .. import models
-        if options.pop("quantization", None) is not None:
-            raise NotImplementedError("quantization: this version simulates 16- and 32-bit weights only; "
-                                      "leave it out, or count the quantized weights by hand")
         config = models.config(model)
+        weights = getattr(torch, dtype)
         with _disable_current_modes(), torch.device("meta"):    # else the fake mode would make fake meta tensors
-            module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **options)
+            module = AutoModelForCausalLM.from_config(config, dtype=weights, **options)
         with self.phase("load"):
+            if quantization is not None:
+                self._quantize(module, quantization, weights, getattr(torch, compute_dtype or dtype), category)
             self.place(module, category)
         module.train(False)             # as from_pretrained leaves it
         return module
+
+    def _quantize(self, module, quantization, weights, compute, category) -> None:
+        from . import nf4
+        nf4.replace_linears(module, quantization, weights, compute)
+        self.ledger.on_the_card[torch.ops.bitsandbytes.gemm_4bit.default] = nf4.gemm_4bit
+        with torch.no_grad():
+            nf4.pack_weights(module, weights)
+        self.ledger.tag(nf4.state_tensors(module), category)
 
     def place(self, module: torch.nn.Module, category: str = "parameters") -> torch.nn.Module:
         """Puts a module that lies on the meta device onto the card: fake weights of the same shapes and dtypes."""

@@ -1,0 +1,105 @@
+"""4-bit weights on a card that isn't there: bitsandbytes' own modules and ops, with fake packed weights.
+
+>>> from grpo_lab.memory import VirtualGPU
+>>> with VirtualGPU("T4") as gpu:
+...     model = gpu.load("SmolLM2-135M", dtype="float16", quantization="nf4")
+>>> weight = model.model.layers[0].mlp.up_proj.weight
+>>> weight.dtype, weight.shape, weight.quant_state.absmax.shape         # two weights a byte, one float32 per 64
+(torch.uint8, torch.Size([442368, 1]), torch.Size([13824]))
+
+transformers' quantizer chooses the layers; each weight is made in 16 bits, quantized and let go, as `from_pretrained`
+does it on the card.
+"""
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+QUANTIZATIONS = ("nf4", "nf4_double")           # double: the scales are quantized too (Dettmers et al. 2023, QLoRA)
+_NOTED = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
+
+# From this many rows on, `gemm_4bit` unpacks the weight and multiplies as usual; below it may multiply packed weights.
+# bitsandbytes decides by tables for each chip (`_gemm_4bit_use_custom_cuda` in bitsandbytes/backends/cuda/ops.py,
+# 0.50); for layers of 4M weights and more all of them end at or below this.
+UNPACKED_FROM = 257
+
+
+def replace_linears(module: torch.nn.Module, quantization: str, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+    """Puts bitsandbytes' `Linear4bit` in place of the linear layers of a transformers model on the meta device."""
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization={quantization!r}: takes {', '.join(map(repr, QUANTIZATIONS))}, or None")
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"quantization={quantization!r} needs bitsandbytes: install it, or leave it out") from error
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype,
+                                bnb_4bit_use_double_quant=quantization == "nf4_double")
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    with _disable_current_modes():
+        quantizer.preprocess_model(model=module, dtype=dtype, device_map={"": 0})
+        quantizer.postprocess_model(module)
+    for part in _quantized(module):
+        part.support_avx512bf16_for_cpu = False         # a CPU's own packing
+        if part.bias is not None:                       # comes from the checkpoint, in its dtype
+            part.bias = torch.nn.Parameter(torch.empty_like(part.bias, dtype=dtype), requires_grad=False)
+
+
+def pack_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Gives every `Linear4bit` that is still on the meta device its packed fake weight."""
+    from bitsandbytes import functional
+    # bitsandbytes keeps its lookup table for good once it is made: this one must not outlive its card
+    with mock.patch.dict(functional.name2qmap, dynamic=torch.empty(256)):
+        for part in _quantized(module):
+            _pack(part, dtype, functional)
+
+
+def _pack(part: torch.nn.Module, dtype: torch.dtype, functional) -> None:
+    old = part.weight
+    if old.device.type != "meta":
+        return
+    full = torch.empty(part.out_features, part.in_features, dtype=dtype)
+    packed, state = functional.quantize_4bit(full, blocksize=old.blocksize, quant_type=old.quant_type,
+                                             compress_statistics=old.compress_statistics)
+    del full
+    # a `Params4bit` can't be built of a fake tensor: a parameter with the same attributes serves
+    weight = torch.nn.Parameter(packed, requires_grad=False)
+    for name in _NOTED:
+        setattr(weight, name, getattr(old, name))
+    weight.quant_state, weight.bnb_quantized = state, True
+    part.weight, part.quant_state = weight, state
+
+
+def state_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Scales and tables: what belongs to the packed weights beside the parameters."""
+    states = [part.weight.quant_state for part in _quantized(module)]
+    states += [state.state2 for state in states if state.state2 is not None]
+    tensors = [getattr(state, name) for state in states for name in ("absmax", "code", "offset")]
+    return [t for t in tensors if isinstance(t, torch.Tensor)]
+
+
+def gemm_4bit(run, a, b, shape, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None,
+              absmax_offset=None):
+    """What bitsandbytes' op of this name does on CUDA, op by op through ``run``; None where one kernel does it all.
+
+    Its 4-bit weight is unpacked whole, and the scales before it where they are quantized too
+    (`_dequant_linear_fallback` in bitsandbytes/backends/cuda/ops.py, 0.50).
+    """
+    aten, bnb = torch.ops.aten, torch.ops.bitsandbytes
+    if a.numel() // a.shape[-1] < UNPACKED_FROM:
+        return None
+    if absmax_8bit is not None:
+        unpacked = run(bnb.dequantize_blockwise.default, absmax_8bit, absmax, absmax_code, 256, torch.float32)
+        absmax = run(aten.add.Tensor, unpacked, absmax_offset)          # both live to the end, as there
+    weight = run(bnb.dequantize_4bit.default, b, absmax, blocksize, quant_type, shape, a.dtype)
+    rows, turned = run(aten.view.default, a, [-1, a.shape[-1]]), run(aten.t.default, weight)
+    out = run(aten.mm.default, rows, turned) if bias is None else run(aten.addmm.default, bias, rows, turned)
+    return run(aten.view.default, out, [*a.shape[:-1], shape[0]])
+
+
+def _quantized(module: torch.nn.Module) -> list[torch.nn.Module]:
+    from bitsandbytes.nn import Linear4bit
+    return [part for part in module.modules() if isinstance(part, Linear4bit)]

@@ -1,0 +1,82 @@
+"""Prints what published runs measured, what the virtual card says, and the difference: ``make truth``.
+
+``python tests/truth/table.py [--tier A] [--only TEXT] [--csv FILE]``
+"""
+from __future__ import annotations
+
+import argparse
+import time
+
+import pandas as pd
+from scenarios import SCENARIOS, run
+
+from grpo_lab._data import data_path
+
+MiB = 2**20
+KEYS = ["scenario", "card", "torch", "trl", "model", "quantization", "lora_rank", "micro_batch", "prompt_tokens",
+        "completion_tokens", "attention", "logits"]
+
+
+def measurements() -> pd.DataFrame:
+    """The rows that stock PyTorch, transformers, PEFT, bitsandbytes and TRL can rebuild."""
+    rows = pd.read_csv(data_path("measurements.csv"), dtype=str, keep_default_na=False)
+    stock = rows["scenario"].isin(list(SCENARIOS)) & ~rows["logits"].str.contains("liger")
+    return rows[stock].assign(mib=rows["mib"].astype(float))
+
+
+def predict(gpu, row) -> float:
+    """MiB that the virtual card has for a row's metric and phase."""
+    report = gpu.report()
+    if row.phase == "load":
+        return gpu.resident / MiB
+    if row.metric == "reserved":
+        return report.peak_reserved / MiB
+    if row.phase == "whole":
+        phases = report.phases["peak_allocated"]
+        return phases.drop(index="load", errors="ignore").max() / MiB
+    return report.phases.loc[row.phase, "peak_allocated"] / MiB
+
+
+def table(rows: pd.DataFrame, progress=print) -> pd.DataFrame:
+    """The rows with columns ``predicted`` (MiB) and ``error`` (a fraction)."""
+    parts = []
+    for key, group in rows.groupby(KEYS, sort=False):
+        start = time.perf_counter()
+        gpu = run(group.iloc[0].to_dict())
+        predicted = [predict(gpu, row) for row in group.itertuples()]
+        part = group.assign(predicted=predicted)
+        part["error"] = part["predicted"] / part["mib"] - 1
+        parts.append(part)
+        progress(f"{time.perf_counter() - start:5.1f} s  {' '.join(str(k) for k in key[:11] if k)}")
+        for row in part.itertuples():
+            progress(f"         {row.phase:9} {row.metric:9} {row.tier} {row.mib:9.1f} {row.predicted:9.1f} {row.error:+.2%}")
+    return pd.concat(parts)
+
+
+def summary(result: pd.DataFrame) -> pd.DataFrame:
+    """Median and worst error by scenario and metric."""
+    result = result.assign(size=result["error"].abs())
+    groups = result.groupby(["scenario", "tier", "metric", "phase"])["size"]
+    return pd.DataFrame({"rows": groups.size(), "median": groups.median(), "worst": groups.max()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tier", help="only rows of this tier: A or B")
+    parser.add_argument("--only", default="", help="only rows whose id holds this text")
+    parser.add_argument("--csv", help="write the table to this file, too")
+    options = parser.parse_args()
+    rows = measurements()
+    rows = rows[rows["id"].str.contains(options.only) & (rows["tier"].str.startswith(options.tier or ""))]
+    result = table(rows)
+    percent = {"median": "{:.2%}".format, "worst": "{:.2%}".format}
+    print("\n" + summary(result).to_string(formatters=percent))
+    for metric, part in result.groupby("metric"):
+        error = part["error"].abs()
+        print(f"{metric}: {len(part)} rows, median {error.median():.2%}, worst {error.max():.2%}")
+    if options.csv:
+        result.to_csv(options.csv, index=False)
+
+
+if __name__ == "__main__":
+    main()
