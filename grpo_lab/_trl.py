@@ -64,7 +64,7 @@ def to_trl(recipe: Recipe, overrides: dict[str, Any]) -> tuple[GRPOConfig, LoraC
         "fp16": recipe.autocast == "float16",
         _checkpointing(): recipe.activation_checkpointing,
         f"{_checkpointing()}_kwargs": {"use_reentrant": False},
-        "model_init_kwargs": _model_init_kwargs(recipe),
+        "model_init_kwargs": model_init_kwargs(recipe),
         "use_cpu": not torch.cuda.is_available(),
         "report_to": "none",
     }
@@ -84,7 +84,7 @@ def to_trl(recipe: Recipe, overrides: dict[str, Any]) -> tuple[GRPOConfig, LoraC
     )
 
 
-def _model_init_kwargs(recipe: Recipe) -> dict[str, Any]:
+def model_init_kwargs(recipe: Recipe) -> dict[str, Any]:
     kwargs: dict[str, Any] = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
     if recipe.quantization is not None:
         import torch

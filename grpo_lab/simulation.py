@@ -32,7 +32,8 @@ def simulate(recipe: Recipe, *, steps: int | None = None, kernels: str = "cuda",
     """
     with VirtualGPU(recipe.gpu, enforce=False, kernels=kernels) as gpu:
         load = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
-        model, reference = gpu.load(recipe.model, quantization=recipe.quantization, **load), None
+        model, reference = gpu.load(recipe.model, quantization=recipe.quantization,
+                                    compute_dtype=recipe.autocast, **load), None
         if recipe.needs_reference:
             reference = gpu.load(recipe.model, category="reference model", **load).requires_grad_(False)
         _steps(recipe if every_micro_batch else _excerpt(recipe), model, reference, gpu.phase, steps,
@@ -49,7 +50,8 @@ def measure(recipe: Recipe, model=None, *, steps: int | None = None) -> MemoryRe
     """
     if model is None:
         from . import models
-        model, _ = models.load(recipe.model, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+        from ._trl import model_init_kwargs
+        model, _ = models.load(recipe.model, **model_init_kwargs(recipe))
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     reference = copy.deepcopy(model).requires_grad_(False) if recipe.needs_reference else None
     with track(existing=False) as memory:

@@ -11,7 +11,6 @@ import warnings
 import torch
 
 NOT_YET = {  # field: (the value that is available, what to use instead)
-    "quantization": (None, "lora_rank with bfloat16 weights"),
     "activation_offload": (False, "activation_checkpointing alone, which recomputes"),
     "optimizer_offload": (False, "optim='adafactor' or 'adamw_8bit', whose states are smaller"),
 }
@@ -22,7 +21,7 @@ def prepare(model, recipe):
 
     >>> policy = prepare(model, recipe)                                           # doctest: +SKIP
 
-    NotImplementedError for a field that this version can't carry out: quantization and the two offloads.
+    NotImplementedError for a field that this version can't carry out: the two offloads.
     """
     for name, (available, instead) in NOT_YET.items():
         if (value := getattr(recipe, name)) != available:

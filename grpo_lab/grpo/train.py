@@ -240,10 +240,10 @@ def total_steps(recipe, num_prompts: int) -> int:
 
 def _inputs(recipe, model, tokenizer, prompts, reward_funcs):
     from .. import models, tasks
+    from .._trl import model_init_kwargs
 
     if model is None:
-        attention = recipe.attn_implementation
-        model, loaded = models.load(recipe.model, dtype=recipe.dtype, attn_implementation=attention)
+        model, loaded = models.load(recipe.model, **model_init_kwargs(recipe))
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = loaded if tokenizer is None else tokenizer
     if tokenizer is None:

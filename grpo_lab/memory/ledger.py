@@ -136,7 +136,7 @@ class Ledger(TorchDispatchMode):
 
     def watch(self, module: torch.nn.Module, category: str = "parameters") -> None:
         """Parameters and buffers of ``module`` get this category, and their gradients will be known as gradients."""
-        self.tag([*module.parameters(), *module.buffers()], category)
+        self.tag(held_by(module), category)
         vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
         if isinstance(vocabulary, int):                             # what is that wide is logits
             self.vocabularies.add(vocabulary)
@@ -265,6 +265,14 @@ class Ledger(TorchDispatchMode):
             hook.remove()
         self.label_gradients()
         return super().__exit__(*exc)
+
+
+def held_by(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters, buffers, and the scales and tables of bitsandbytes' packed weights."""
+    states = [p.quant_state for p in module.parameters() if getattr(p, "quant_state", None) is not None]
+    states += [state.state2 for state in states if state.state2 is not None]
+    parts = [getattr(state, name) for state in states for name in ("absmax", "code", "offset")]
+    return [*module.parameters(), *module.buffers(), *(t for t in parts if isinstance(t, torch.Tensor))]
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:

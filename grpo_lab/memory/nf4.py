@@ -73,14 +73,6 @@ def _pack(part: torch.nn.Module, dtype: torch.dtype, functional) -> None:
     part.weight, part.quant_state = weight, state
 
 
-def state_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Scales and tables: what belongs to the packed weights beside the parameters."""
-    states = [part.weight.quant_state for part in _quantized(module)]
-    states += [state.state2 for state in states if state.state2 is not None]
-    tensors = [getattr(state, name) for state in states for name in ("absmax", "code", "offset")]
-    return [t for t in tensors if isinstance(t, torch.Tensor)]
-
-
 def gemm_4bit(run, a, b, shape, absmax, blocksize, quant_type, bias=None, absmax_8bit=None, absmax_code=None,
               absmax_offset=None):
     """What bitsandbytes' op of this name does on CUDA, op by op through ``run``; None where one kernel does it all.

@@ -17,7 +17,7 @@ import torch
 
 from .. import gpus
 from .allocator import CachingAllocator
-from .ledger import Ledger
+from .ledger import Ledger, held_by
 from .patches import kv_cache_known
 from .report import MemoryReport
 
@@ -61,7 +61,7 @@ class track:  # noqa: N801 - used as a function
 
     def watch(self, module: torch.nn.Module, category: str = "parameters") -> None:
         """Counts a module that was there before, by name: its weights, later its gradients, and which are logits."""
-        self.ledger.adopt([*module.parameters(), *module.buffers()], category)
+        self.ledger.adopt(held_by(module), category)
         self.ledger.watch(module, category)
 
     def report(self) -> MemoryReport:

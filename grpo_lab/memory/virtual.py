@@ -15,7 +15,8 @@ branch on a fake boolean takes the False side, a fake number reads as 1 (:data:`
 """
 from __future__ import annotations
 
-from contextlib import ExitStack
+import functools
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import gpus
 from .allocator import CachingAllocator
-from .ledger import Ledger, aten
+from .ledger import Ledger, aten, held_by
 from .memo import Memo
 from .patches import cuda_choices, kv_cache_known
 from .report import MemoryReport
@@ -35,6 +36,7 @@ READ_AS = {torch.bool: False}       # everything else reads as 1
 # cuBLAS's workspace a handle and stream: ":4096:2:16:8" before Hopper, ":4096:8" from Hopper on
 # (getChosenWorkspaceSize in ATen/cuda/CublasHandlePool.cpp). Autograd's thread has a handle of its own.
 CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER = 8_519_680, 33_554_432
+PAGED_FROM = 100_000                # weights: a paged optimizer keeps the states of smaller ones as usual
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
@@ -44,6 +46,7 @@ class VirtualLedger(Ledger):
     def __init__(self, *args, cublas: int | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.cublas, self._handles = cublas, set()
+        self._elsewhere, self._paged = 0, []
         self.on_the_card = {}           # op -> f(run, *args): what it does there, op by op; None where the op will do
         self.run = lambda func, args, kwargs: func(*args, **kwargs)
 
@@ -67,6 +70,36 @@ class VirtualLedger(Ledger):
 
     def _run_one(self, func, *args, **kwargs):
         return self.__torch_dispatch__(func, (), args, kwargs)
+
+    def _see(self, func, args, out) -> None:
+        if not self._elsewhere:
+            super()._see(func, args, out)
+
+    @contextmanager
+    def elsewhere(self):
+        """What is made inside lies outside the allocator: in the host's memory, or in memory that CUDA moves about."""
+        self._elsewhere += 1
+        try:
+            yield
+        finally:
+            self._elsewhere -= 1
+
+    def _before_step(self, optimizer, args, kwargs) -> None:
+        super()._before_step(optimizer, args, kwargs)
+        if getattr(optimizer, "is_paged", False) and "get_state_buffer" not in vars(optimizer):
+            optimizer._cpu_paged_warned = True              # its fakes lie on a CPU: no word about that
+            optimizer.get_state_buffer = functools.partial(self._paged_state, optimizer.get_state_buffer)
+            self._paged.append(optimizer)
+
+    def _paged_state(self, get_state_buffer, parameter, dtype=torch.float32):
+        """bitsandbytes keeps larger states in managed memory (`get_state_buffer` in bitsandbytes/optim/optimizer.py)."""
+        with self.elsewhere() if parameter.numel() >= PAGED_FROM else nullcontext():
+            return get_state_buffer(parameter, dtype=dtype)
+
+    def __exit__(self, *exc):
+        for optimizer in self._paged:
+            vars(optimizer).pop("get_state_buffer", None)
+        return super().__exit__(*exc)
 
 
 class VirtualGPU:
@@ -139,12 +172,12 @@ class VirtualGPU:
         self.ledger.on_the_card[torch.ops.bitsandbytes.gemm_4bit.default] = nf4.gemm_4bit
         with torch.no_grad():
             nf4.pack_weights(module, weights)
-        self.ledger.tag(nf4.state_tensors(module), category)
 
     def place(self, module: torch.nn.Module, category: str = "parameters") -> torch.nn.Module:
         """Puts a module that lies on the meta device onto the card: fake weights of the same shapes and dtypes."""
         with self.ledger.category(category), torch.no_grad():
             materialize(module)
+        self.ledger.adopt(held_by(module), category)            # tables made of Python numbers, which no op makes
         self.ledger.watch(module, category)
         return module
 
