@@ -21,16 +21,17 @@ from .recipe import Recipe
 
 
 def simulate(recipe: Recipe, *, steps: int | None = None, kernels: str = "cuda",
-             every_micro_batch: bool = False) -> MemoryReport:
+             every_micro_batch: bool = False, alloc_conf: str | None = None) -> MemoryReport:
     """What the recipe would do to its card, without the card and without weights.
 
     ``steps`` None looks at a step of the steady state: the optimizer's states are there, as the first step leaves them.
     A number runs that many steps from the start: 1 knows no states yet, 2 has both, at twice the time (and its reserved
     bytes know the holes that the first step left; they differ by a few percent). Of many micro-batches two are run,
     for the rest are like the second (``every_micro_batch=True`` runs them all, and every token of the rollout). The
-    bytes go past the card's budget if need be: ask ``report.fits`` and ``report.oom``.
+    bytes go past the card's budget if need be: ask ``report.fits`` and ``report.oom``. ``alloc_conf`` is a value of
+    PYTORCH_ALLOC_CONF, such as ``"expandable_segments:True"``.
     """
-    with VirtualGPU(recipe.gpu, enforce=False, kernels=kernels) as gpu:
+    with VirtualGPU(recipe.gpu, enforce=False, kernels=kernels, alloc_conf=alloc_conf) as gpu:
         load = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
         model, reference = gpu.load(recipe.model, quantization=recipe.quantization,
                                     compute_dtype=recipe.autocast, **load), None

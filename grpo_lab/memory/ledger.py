@@ -25,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .allocator import CachingAllocator, DoesNotFit, round_up
+from .allocator import CachingAllocator, DoesNotFit
+from .cuda_words import cuda_message
 
 CATEGORIES = ["parameters", "gradients", "optimizer state", "reference model", "activations", "logits", "KV cache",
               "temporaries", "workspace", "other"]
@@ -50,7 +51,7 @@ KERNEL_TEMPORARIES = {
 
 
 class Record:
-    """One storage's life: bytes (rounded to 512) and as asked for, the op that made it, its category, its phase."""
+    """One storage's life: bytes (of its block) and as asked for, the op that made it, its category, its phase."""
 
     __slots__ = ("bytes", "requested", "op", "category", "phase", "module", "frames", "block", "address", "died")
 
@@ -210,9 +211,8 @@ class Ledger(TorchDispatchMode):
     def _allocate(self, record: Record) -> None:
         try:
             record.block = self.allocator.allocate(record.bytes)
-        except DoesNotFit:
-            oom = {"requested": record.bytes, "op": op_name(record.op), "phase": record.phase,
-                   "allocated": self.allocated, "reserved": self.allocator.reserved, "event": len(self.events),
+        except DoesNotFit as failure:
+            oom = {**vars(failure), "op": op_name(record.op), "phase": record.phase, "event": len(self.events),
                    "category": record.category}
             self.oom = self.oom or oom
             if self.enforce:
@@ -318,28 +318,3 @@ def _unshared(tensor: torch.Tensor) -> bool:
 
 def op_name(op) -> str:
     return op if isinstance(op, str) else str(op).removesuffix(".default")
-
-
-def cuda_message(oom: dict, budget: int, context: int) -> str:
-    """The words of PyTorch 2.10 to 2.13 for the same event on a card with ``budget + context`` bytes."""
-    used = oom["reserved"] + context
-    return (f"CUDA out of memory. Tried to allocate {size(oom['requested'])}. GPU 0 has a total capacity of "
-            f"{size(budget + context)} of which {size(budget - oom['reserved'])} is free. Including non-PyTorch memory, "
-            f"this process has {size(used)} memory in use. Of the allocated memory {size(oom['allocated'])} is "
-            f"allocated by PyTorch, and {size(oom['reserved'] - oom['allocated'])} is reserved by PyTorch but "
-            "unallocated. If reserved but unallocated memory is large try setting "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory "
-            "Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
-            "#optimizing-memory-usage-with-pytorch-alloc-conf)")
-
-
-def size(nbytes: int) -> str:
-    """Bytes as CUDA's messages write them.
-
-    >>> size(512), size(2048), size(3 * 2**20), size(5 * 2**30 // 2)
-    ('512 bytes', '2.00 KiB', '3.00 MiB', '2.50 GiB')
-    """
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{nbytes} bytes"

@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import gpus
 from .allocator import CachingAllocator
+from .allocator_settings import AllocatorSettings
+from .cuda_api import cuda_api
 from .ledger import Ledger, aten, held_by
 from .memo import Memo
 from .patches import cuda_choices, kv_cache_known
@@ -108,15 +110,16 @@ class VirtualGPU:
     ``card``: a name (see ``python -c "from grpo_lab import gpus; print(gpus.names())"``) or a budget in bytes.
     ``enforce=False`` measures past the budget and reports that it would not fit. ``kernels="cpu"`` takes the choices
     that PyTorch makes on a CPU instead of a card's (no foreach optimizers, no cuBLAS workspace): for comparing with
-    :func:`track` on a machine without a card.
+    :func:`track` on a machine without a card. ``alloc_conf`` is what PYTORCH_ALLOC_CONF would hold
+    (``"expandable_segments:True"``); None means PyTorch's defaults, whatever this machine's environment says.
     """
 
-    def __init__(self, card: str | int, enforce: bool = True, kernels: str = "cuda"):
+    def __init__(self, card: str | int, enforce: bool = True, kernels: str = "cuda", alloc_conf: str | None = None):
         if kernels not in ("cuda", "cpu"):
             raise ValueError(f"kernels={kernels!r}: takes 'cuda' (the card's choices) or 'cpu' (this machine's)")
         self.card, self.kernels = gpus.get(card), kernels
         self.ledger = VirtualLedger(
-            CachingAllocator(self.card.budget), enforce=enforce, context=self.card.total_memory - self.card.budget,
+            CachingAllocator(self.card.budget, AllocatorSettings.of(alloc_conf), self.card.total_memory), enforce=enforce, context=self.card.total_memory - self.card.budget,
             cublas=self._cublas() if kernels == "cuda" else None)
         self._stack = None
 
@@ -130,6 +133,7 @@ class VirtualGPU:
         self._stack = ExitStack()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.ledger.run = Memo(self.fake)
+        self._stack.enter_context(cuda_api(self.ledger.allocator, self.card))
         self._stack.enter_context(cuda_choices(foreach=self.kernels == "cuda"))
         self._stack.enter_context(kv_cache_known(self.ledger))
         self._stack.enter_context(self.fake)

@@ -17,7 +17,7 @@ def test_running_out_sounds_like_cuda():
     message = str(caught.value)
     for words in ("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 15.73 GiB of which",
                   "Including non-PyTorch memory, this process has", "Of the allocated memory 12.00 GiB is allocated by",
-                  "PYTORCH_ALLOC_CONF=expandable_segments:True"):
+                  "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"):        # the words of libc10_cuda 2.13
         assert words in message
 
 
