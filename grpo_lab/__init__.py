@@ -10,6 +10,7 @@ from importlib import import_module
 _HOMES = {  # public name -> module; imported on first use, so that `recipe` and `gpus` stay free of torch
     "Recipe": "recipe", "simulate": "simulation", "measure": "simulation", "train": "grpo.train",
     "MemoryReport": "memory", "VirtualGPU": "memory", "track": "memory", "oom_guard": "memory.guard",
+    "no_weights": "trainer.no_weights", "PhaseCallback": "trainer.phases",
 }
 __all__ = list(_HOMES)
 __version__ = "0.1.0"
@@ -25,3 +26,9 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def load_ipython_extension(shell) -> None:
+    """``%load_ext grpo_lab``: brings ``%%vram`` and ``%vram`` (see :mod:`grpo_lab.magics`)."""
+    from .magics import load_ipython_extension as load
+    load(shell)

@@ -18,11 +18,16 @@ from .grpo import rollout, setup
 from .grpo.step import Samples, step
 from .memory import MemoryReport, VirtualGPU, track
 from .recipe import Recipe
+from .trainer.generate import grow
 
 
-def simulate(recipe: Recipe, *, steps: int | None = None, kernels: str = "cuda",
-             every_micro_batch: bool = False, alloc_conf: str | None = None) -> MemoryReport:
+def simulate(recipe: Recipe, *, gpu: str | int | None = None, steps: int | None = None, kernels: str = "cuda",
+             every_micro_batch: bool = False, alloc_conf: str | None = None,
+             prompt_length: int | None = None) -> MemoryReport:
     """What the recipe would do to its card, without the card and without weights.
+
+    A `trl.GRPOTrainer` in the recipe's place runs its own step on the card ``gpu``
+    (:func:`grpo_lab.trainer.twin.simulate_trainer`, which has ``prompt_length`` too).
 
     ``steps`` None looks at a step of the steady state: the optimizer's states are there, as the first step leaves them.
     A number runs that many steps from the start: 1 knows no states yet, 2 has both, at twice the time (and its reserved
@@ -31,6 +36,16 @@ def simulate(recipe: Recipe, *, steps: int | None = None, kernels: str = "cuda",
     bytes go past the card's budget if need be: ask ``report.fits`` and ``report.oom``. ``alloc_conf`` is a value of
     PYTORCH_ALLOC_CONF, such as ``"expandable_segments:True"``.
     """
+    options = {"steps": steps, "kernels": kernels, "every_micro_batch": every_micro_batch, "alloc_conf": alloc_conf}
+    if hasattr(recipe, "accelerator"):
+        from .trainer.twin import simulate_trainer
+        return simulate_trainer(recipe, gpu=gpu, prompt_length=prompt_length, **options)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"simulate takes a Recipe or a trl.GRPOTrainer, not {type(recipe).__name__}")
+    if prompt_length is not None:
+        raise TypeError(f"prompt_length={prompt_length} is for trainers: a recipe has max_prompt_length")
+    if gpu is not None:
+        recipe = recipe.replace(gpu=gpu)
     with VirtualGPU(recipe.gpu, enforce=False, kernels=kernels, alloc_conf=alloc_conf) as gpu:
         load = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
         model, reference = gpu.load(recipe.model, quantization=recipe.quantization,
@@ -127,17 +142,9 @@ def _first_and_last_token(policy, prompt_ids, prompt_mask, recipe) -> None:
             logits, mask = logits.repeat_interleave(fan_out, 0), mask.repeat_interleave(fan_out, 0)
         token = rollout.sample(logits, recipe.temperature)
         if (new := recipe.max_completion_length) > 1:
-            _grow(cache, new - 2)
+            grow(cache, new - 2)
             mask = torch.cat([mask, mask.new_ones(len(mask), new - 1)], dim=1)
             rollout.sample(rollout.decode(policy, token[:, None], mask, cache), recipe.temperature)
-
-
-def _grow(cache, tokens: int) -> None:
-    """Makes the cache as long as ``tokens`` more decode steps would."""
-    for layer in cache.layers if tokens else ():
-        for name in ("keys", "values"):
-            old = getattr(layer, name)
-            setattr(layer, name, old.new_empty(*old.shape[:-2], old.shape[-2] + tokens, old.shape[-1]))
 
 
 def _excerpt(recipe: Recipe):

@@ -48,13 +48,18 @@ def replace_linears(module: torch.nn.Module, quantization: str, dtype: torch.dty
             part.bias = torch.nn.Parameter(torch.empty_like(part.bias, dtype=dtype), requires_grad=False)
 
 
-def pack_weights(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Gives every `Linear4bit` that is still on the meta device its packed fake weight."""
+def pack_weights(module: torch.nn.Module) -> bool:
+    """Gives every `Linear4bit` that is still on the meta device its packed fake weight; whether there were any."""
+    parts = _quantized(module)
+    if not parts:
+        return False
     from bitsandbytes import functional
+    dtype = getattr(getattr(module, "config", None), "dtype", None) or torch.float16
     # bitsandbytes keeps its lookup table for good once it is made: this one must not outlive its card
     with mock.patch.dict(functional.name2qmap, dynamic=torch.empty(256)):
-        for part in _quantized(module):
+        for part in parts:
             _pack(part, dtype, functional)
+    return True
 
 
 def _pack(part: torch.nn.Module, dtype: torch.dtype, functional) -> None:
@@ -93,5 +98,11 @@ def gemm_4bit(run, a, b, shape, absmax, blocksize, quant_type, bias=None, absmax
 
 
 def _quantized(module: torch.nn.Module) -> list[torch.nn.Module]:
+    kinds = {type(part).__name__ for part in module.modules()}
+    if "Linear8bitLt" in kinds:
+        raise NotImplementedError("a model in bitsandbytes' 8-bit form can't be put on a virtual card: "
+                                  "load it in 4 bits or in 16")
+    if "Linear4bit" not in kinds:
+        return []                                       # and bitsandbytes needn't be installed
     from bitsandbytes.nn import Linear4bit
     return [part for part in module.modules() if isinstance(part, Linear4bit)]

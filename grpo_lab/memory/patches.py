@@ -65,6 +65,8 @@ def _masks(patch) -> None:
     from transformers import masking_utils
     # A fake tensor looks like tracing, and tracing always builds a mask; a card drops one that masks nothing.
     patch(masking_utils, "is_tracing", lambda *a, **k: False)
+    # It asks whether the positions are those of packed sequences; a fake comparison reads as "they are".
+    patch(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 def _moves(patch) -> None:

@@ -11,97 +11,27 @@
 CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 ha
 
 Only shapes are computed. Inside, ``device="cuda"`` is accepted and means the virtual card; values can't be read: a
-branch on a fake boolean takes the False side, a fake number reads as 1 (:data:`READ_AS`).
+branch on a fake boolean takes the False side, a fake number reads as 1 (:mod:`grpo_lab.memory.values`).
 """
 from __future__ import annotations
 
-import functools
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import gpus
+from . import cuda_functions, nf4
 from .allocator import CachingAllocator
 from .allocator_settings import AllocatorSettings
+from .card_ledger import VirtualLedger
 from .cuda_api import cuda_api
-from .ledger import Ledger, aten, held_by
+from .ledger import held_by
 from .memo import Memo
 from .patches import cuda_choices, kv_cache_known
 from .report import MemoryReport
-
-WHICH_DEVICE = torch.ops.prim.device.default
-READ_AS = {torch.bool: False}       # everything else reads as 1
-
-# cuBLAS's workspace a handle and stream: ":4096:2:16:8" before Hopper, ":4096:8" from Hopper on
-# (getChosenWorkspaceSize in ATen/cuda/CublasHandlePool.cpp). Autograd's thread has a handle of its own.
-CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER = 8_519_680, 33_554_432
-PAGED_FROM = 100_000                # weights: a paged optimizer keeps the states of smaller ones as usual
-MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-
-
-class VirtualLedger(Ledger):
-    """The ledger over fake tensors: reads get an answer, and a card's own workspaces are added by name."""
-
-    def __init__(self, *args, cublas: int | None = None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.cublas, self._handles = cublas, set()
-        self._elsewhere, self._paged = 0, []
-        self.on_the_card = {}           # op -> f(run, *args): what it does there, op by op; None where the op will do
-        self.run = lambda func, args, kwargs: func(*args, **kwargs)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is WHICH_DEVICE:
-            return args[0].fake_device
-        if func is aten._local_scalar_dense.default:
-            constant = args[0].constant if isinstance(args[0], FakeTensor) else args[0]
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                return READ_AS.get(args[0].dtype, 1) if constant is None else constant.item()
-        if func in MATMULS and self.cublas:
-            thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-            if thread not in self._handles:
-                self._handles.add(thread)
-                self.add(self.cublas, f"cuBLAS workspace ({thread} thread)", "workspace")
-        if func in self.on_the_card:
-            out = self.on_the_card[func](self._run_one, *args, **(kwargs or {}))
-            if out is not None:
-                return out
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _run_one(self, func, *args, **kwargs):
-        return self.__torch_dispatch__(func, (), args, kwargs)
-
-    def _see(self, func, args, out) -> None:
-        if not self._elsewhere:
-            super()._see(func, args, out)
-
-    @contextmanager
-    def elsewhere(self):
-        """What is made inside lies outside the allocator: in the host's memory, or in memory that CUDA moves about."""
-        self._elsewhere += 1
-        try:
-            yield
-        finally:
-            self._elsewhere -= 1
-
-    def _before_step(self, optimizer, args, kwargs) -> None:
-        super()._before_step(optimizer, args, kwargs)
-        if getattr(optimizer, "is_paged", False) and "get_state_buffer" not in vars(optimizer):
-            optimizer._cpu_paged_warned = True              # its fakes lie on a CPU: no word about that
-            optimizer.get_state_buffer = functools.partial(self._paged_state, optimizer.get_state_buffer)
-            self._paged.append(optimizer)
-
-    def _paged_state(self, get_state_buffer, parameter, dtype=torch.float32):
-        """bitsandbytes keeps larger states in managed memory (`get_state_buffer` in bitsandbytes/optim/optimizer.py)."""
-        with self.elsewhere() if parameter.numel() >= PAGED_FROM else nullcontext():
-            return get_state_buffer(parameter, dtype=dtype)
-
-    def __exit__(self, *exc):
-        for optimizer in self._paged:
-            vars(optimizer).pop("get_state_buffer", None)
-        return super().__exit__(*exc)
+from .values import ReadsOfValues
 
 
 class VirtualGPU:
@@ -118,13 +48,11 @@ class VirtualGPU:
         if kernels not in ("cuda", "cpu"):
             raise ValueError(f"kernels={kernels!r}: takes 'cuda' (the card's choices) or 'cpu' (this machine's)")
         self.card, self.kernels = gpus.get(card), kernels
+        self._capability = self.card.compute_capability if kernels == "cuda" else None
         self.ledger = VirtualLedger(
-            CachingAllocator(self.card.budget, AllocatorSettings.of(alloc_conf), self.card.total_memory), enforce=enforce, context=self.card.total_memory - self.card.budget,
-            cublas=self._cublas() if kernels == "cuda" else None)
+            CachingAllocator(self.card.budget, AllocatorSettings.of(alloc_conf), self.card.total_memory),
+            enforce=enforce, context=self.card.total_memory - self.card.budget, capability=self._capability)
         self._stack = None
-
-    def _cublas(self) -> int:
-        return CUBLAS_WORKSPACE if self.card.compute_capability < (9, 0) else CUBLAS_WORKSPACE_HOPPER
 
     def __enter__(self) -> VirtualGPU:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
@@ -138,7 +66,8 @@ class VirtualGPU:
         self._stack.enter_context(kv_cache_known(self.ledger))
         self._stack.enter_context(self.fake)
         self._stack.enter_context(self.ledger)
-        self._stack.enter_context(CudaIsHere())
+        self.reads = self._stack.enter_context(CudaIsHere(self._capability))
+        self._stack.enter_context(cuda_functions.also_in_backward(self.reads))
         return self
 
     def __exit__(self, *exc) -> None:
@@ -163,23 +92,18 @@ class VirtualGPU:
         weights = getattr(torch, dtype)
         with _disable_current_modes(), torch.device("meta"):    # else the fake mode would make fake meta tensors
             module = AutoModelForCausalLM.from_config(config, dtype=weights, **options)
+        if quantization is not None:
+            nf4.replace_linears(module, quantization, weights, getattr(torch, compute_dtype or dtype))
         with self.phase("load"):
-            if quantization is not None:
-                self._quantize(module, quantization, weights, getattr(torch, compute_dtype or dtype), category)
             self.place(module, category)
         module.train(False)             # as from_pretrained leaves it
         return module
 
-    def _quantize(self, module, quantization, weights, compute, category) -> None:
-        from . import nf4
-        nf4.replace_linears(module, quantization, weights, compute)
-        self.ledger.on_the_card[torch.ops.bitsandbytes.gemm_4bit.default] = nf4.gemm_4bit
-        with torch.no_grad():
-            nf4.pack_weights(module, weights)
-
     def place(self, module: torch.nn.Module, category: str = "parameters") -> torch.nn.Module:
         """Puts a module that lies on the meta device onto the card: fake weights of the same shapes and dtypes."""
         with self.ledger.category(category), torch.no_grad():
+            if nf4.pack_weights(module):
+                self.ledger.on_the_card[torch.ops.bitsandbytes.gemm_4bit.default] = nf4.gemm_4bit
             materialize(module)
         self.ledger.adopt(held_by(module), category)            # tables made of Python numbers, which no op makes
         self.ledger.watch(module, category)
@@ -204,18 +128,32 @@ def materialize(module: torch.nn.Module) -> None:
                 store[name] = made[id(old)]
 
 
-class CudaIsHere(TorchFunctionMode):
-    """Takes ``device="cuda"``, ``.cuda()`` and ``.to("cuda")`` for the virtual card, where everything is already."""
+class CudaIsHere(ReadsOfValues):
+    """Takes ``device="cuda"``, ``.cuda()`` and ``.to("cuda")`` for the virtual card, where everything is already.
+
+    With a ``capability``, attention, dropout and autocast are a card's.
+    """
+
+    def __init__(self, capability: tuple[int, int] | None):
+        super().__init__()
+        self.capability = capability
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
+        if self.capability is not None:
+            out = cuda_functions.on_the_card(func, args, kwargs, self.capability)
+            if out is not cuda_functions.NOT_HERE:
+                return out
+        if func is _CUDA:
             return args[0]
-        if func is torch.Tensor.to:
+        if func is _TO:
             args = tuple(_here(a) for a in args)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _here(kwargs["device"])}
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_CUDA, _TO = torch.Tensor.cuda, torch.Tensor.to
 
 
 def _here(value):

@@ -1,0 +1,1 @@
+"""TRL's own trainer on the instrument: simulated without its weights, tracked with its phases."""
