@@ -2,6 +2,9 @@
 # make test       set up once, then run every test: unit, doctests, notebooks, browser
 # make notebooks  execute the notebooks again and store their outputs
 # make pictures   draw the README's picture again
+# make truth      published measurements of real cards beside the virtual card's figures (some minutes)
+# make bench      how fast the instrument is, beside PyTorch's own
+# make card       measure this machine's CUDA card beside its prediction, and keep the result as data
 # make clean      remove what the above have made
 #
 # PYTHON=python3.12 takes another Python; LAB_ARGS are handed to JupyterLab, for instance
@@ -23,7 +26,7 @@ XDIST = -n $(WORKERS) --dist loadfile
 ROOT_ARGS := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 
 .DELETE_ON_ERROR:
-.PHONY: lab test test-unit test-notebooks test-browser notebooks pictures clean
+.PHONY: lab test test-unit test-notebooks test-browser notebooks pictures truth bench card clean
 
 lab: $(LAB)
 	$(BIN)/jupyter lab $(ROOT_ARGS) --ServerApp.root_dir="$(CURDIR)/notebooks" \
@@ -43,6 +46,15 @@ test-browser: $(TEST)
 
 notebooks: $(TEST)
 	$(BIN)/python scripts/run_notebooks.py $(NOTEBOOKS)
+
+truth: $(LAB)
+	$(BIN)/python tests/truth/table.py
+
+bench: $(LAB)
+	$(BIN)/python scripts/bench.py
+
+card: $(LAB)
+	$(BIN)/python scripts/measure_card.py
 
 pictures: $(LAB)
 	$(BIN)/python scripts/make_pictures.py

@@ -44,9 +44,9 @@ def simulate(recipe: Recipe, *, gpu: str | int | None = None, steps: int | None 
         raise TypeError(f"simulate takes a Recipe or a trl.GRPOTrainer, not {type(recipe).__name__}")
     if prompt_length is not None:
         raise TypeError(f"prompt_length={prompt_length} is for trainers: a recipe has max_prompt_length")
-    if gpu is not None:
-        recipe = recipe.replace(gpu=gpu)
-    with VirtualGPU(recipe.gpu, enforce=False, kernels=kernels, alloc_conf=alloc_conf) as gpu:
+    if isinstance(gpu, (str, int)):
+        recipe = recipe.replace(gpu=gpu)                    # checks that they go together
+    with VirtualGPU(gpu or recipe.gpu, enforce=False, kernels=kernels, alloc_conf=alloc_conf) as gpu:
         load = {"dtype": recipe.dtype, "attn_implementation": recipe.attn_implementation}
         model, reference = gpu.load(recipe.model, quantization=recipe.quantization,
                                     compute_dtype=recipe.autocast, **load), None

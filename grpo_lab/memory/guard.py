@@ -8,8 +8,9 @@
 >>> oom.requested // 2**30
 20
 
-A traceback keeps the local variables of every frame that it passed, and a notebook keeps the last traceback: tensors
-of a failed call stay alive until the next error. The guard clears the frames, so that they don't.
+A traceback keeps the local variables of every frame that it passed, an error keeps the errors that it came from, and
+a notebook keeps the last of them: tensors of a failed call stay alive until the next error. The guard clears the
+frames, so that they don't. Variables of the cell itself, and of functions that still run, are the user's and stay.
 """
 from __future__ import annotations
 
@@ -20,14 +21,11 @@ import traceback
 
 import torch
 
-_NUMBERS = {                    # attribute -> its place in CUDA's message (PyTorch 2.1 and later)
-    "requested": r"Tried to allocate ([\d.]+ \w+)",
-    "capacity": r"total capacity of ([\d.]+ \w+)",
-    "free": r"of which ([\d.]+ \w+) is free",
-    "allocated": r"Of the allocated memory ([\d.]+ \w+) is allocated",
-    "unallocated": r"and ([\d.]+ \w+) is reserved by PyTorch but unallocated",
-}
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+from .cuda_words import parse
+
+# Out of memory by other names: the driver's own error, cuBLAS without a workspace, the CPU's allocator
+# (c10/cuda/CUDAException.cpp, ATen/cuda/CUDABlas.cpp, c10/core/impl/alloc_cpu.cpp).
+_OTHER_WORDS = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|can't allocate memory|not enough memory")
 
 
 class oom_guard:  # noqa: N801 - used as a function
@@ -36,22 +34,26 @@ class oom_guard:  # noqa: N801 - used as a function
     Afterwards ``oom.message`` is its text (None if there was none) and ``requested``, ``capacity``, ``free``,
     ``allocated``, ``unallocated`` its numbers in bytes (None where the message has none; rounded as it rounds). Other
     errors pass through. Retry *after* the block: only then is the memory back.
+
+    An out-of-memory error is ``torch.OutOfMemoryError``, on a card or a virtual one, ``MemoryError``, what CUDA,
+    cuBLAS and the CPU's allocator raise in their own words, an error that was raised ``from`` one of these, and a
+    group of nothing else.
     """
 
     message: str | None = None
-    requested = capacity = free = allocated = unallocated = None
+    requested = capacity = free = in_use = allowed = allocated = unallocated = None
 
     def __enter__(self) -> oom_guard:
         return self
 
     def __exit__(self, kind, error, tb) -> bool:
-        if not isinstance(error, torch.OutOfMemoryError):
+        found = _out_of_memory(error)
+        if found is None:
             return False
-        self.message = str(error)
-        for name, pattern in _NUMBERS.items():
-            if found := re.search(pattern, self.message):
-                value, unit = found[1].split()
-                setattr(self, name, round(float(value) * _UNITS[unit]))
+        self.message = str(found) or type(found).__name__
+        for name, value in parse(self.message).items():
+            setattr(self, name, value)
+        del found, tb
         _let_go(error)
         free_memory()
         return True
@@ -65,7 +67,7 @@ class oom_guard:  # noqa: N801 - used as a function
 
 
 def forget_last_error() -> None:
-    """Gives back what an error that nobody caught still holds: the notebook's own copies of its traceback.
+    """Gives back what an error that nobody caught still holds: the notebook's own copies of it and of its traceback.
 
     For the cell after one that failed with a red traceback.
     """
@@ -73,15 +75,30 @@ def forget_last_error() -> None:
         value = getattr(sys, name, None)
         if isinstance(value, BaseException):
             _let_go(value)
+        elif name == "last_traceback" and value is not None:
+            traceback.clear_frames(value)
         if hasattr(sys, name):
             setattr(sys, name, None)
     try:
         shell = get_ipython()                               # noqa: F821 - IPython's own builtin
     except NameError:
         shell = None
-    if shell is not None and getattr(shell, "InteractiveTB", None) is not None:
-        shell.InteractiveTB.tb = None                       # IPython 9 keeps one more
+    if shell is not None:
+        _forget_in(shell)
     free_memory()
+
+
+def _forget_in(shell) -> None:
+    """What IPython 9 keeps besides ``sys.last_*``: the formatter's traceback, the debugger's, the cell's result."""
+    formatter, result = getattr(shell, "InteractiveTB", None), getattr(shell, "last_execution_result", None)
+    if result is not None:
+        _let_go(result.error_in_exec)
+        shell.last_execution_result = None
+    if getattr(formatter, "tb", None) is not None:
+        traceback.clear_frames(formatter.tb)
+        formatter.tb = None
+    if getattr(formatter, "pdb", None) is not None:         # after %debug
+        formatter.pdb = None                                # the next %debug makes a new one
 
 
 def free_memory() -> None:
@@ -91,8 +108,33 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def _out_of_memory(error: BaseException | None) -> BaseException | None:
+    """The out-of-memory error that this one is, or was raised from; of a group, the first, if it has no others."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, BaseExceptionGroup):
+            found = [_out_of_memory(part) for part in error.exceptions]
+            if all(part is not None for part in found):
+                return found[0]
+        elif isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return error
+        elif isinstance(error, RuntimeError) and _OTHER_WORDS.search(str(error)):
+            return error
+        error = error.__cause__
+    return None
+
+
 def _let_go(error: BaseException | None) -> None:
-    """Empties the frames that the error, its cause and its context passed through."""
-    while error is not None:
+    """Empties the frames that the error passed through, and those of all errors that it came from or consists of."""
+    waiting, seen = [error], set()
+    while waiting:
+        error = waiting.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        waiting += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
         traceback.clear_frames(error.__traceback__)
-        error.__traceback__, error = None, error.__cause__ or error.__context__
+        error.__traceback__ = None
+        if isinstance(error, AttributeError):
+            error.obj = None                                # what the attribute was looked for in

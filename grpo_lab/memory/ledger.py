@@ -16,6 +16,7 @@ ledger leads them back (:func:`eager_again`), so that it doesn't change what it 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -23,26 +24,36 @@ from contextlib import contextmanager
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .allocator import CachingAllocator, DoesNotFit
 from .cuda_words import cuda_message
+from .snapshot import DriverLog
 
 CATEGORIES = ["parameters", "gradients", "optimizer state", "reference model", "activations", "logits", "KV cache",
               "temporaries", "workspace", "other"]
 
 aten = torch.ops.aten
 
-# Autograd accumulates into a buffer that nobody else holds, but only while no mode is on (`can_accumulate_inplace` in
-# torch/csrc/autograd/input_buffer.cpp; `areAnyTensorSubclassLike` in FunctionsManual.cpp). What then runs in place:
+# Some C++ takes an out-of-place op while any mode is on, and the in-place one without (`isTensorSubclassLike` is true of
+# every tensor then). Which op would run in place, and in the formulas of which autograd nodes: torch/csrc/autograd/
+# FunctionsManual.cpp, and ReduceOps.cpp and TensorAdvancedIndexing.cpp in aten/src/ATen/native.
+SELECTIONS = {f"{name}Backward{n}" for name in "Max Min Kthvalue Median Nanmedian Mode Topk Sort".split() for n in (0, 1)}
 IN_PLACE = {
-    aten.add.Tensor: aten.add_.Tensor,                          # two gradients of one tensor meet
-    aten.scatter_add.default: aten.scatter_add_.default,        # backward of gather
-    aten.index_put.default: aten.index_put_.default,            # backward of advanced indexing
-    aten.index_add.default: aten.index_add_.default,            # backward of index_select
-    aten.scatter.src: aten.scatter_.src,                        # backward of max, min, sort
-    aten.scatter.value: aten.scatter_.value,
+    aten.add.Tensor: (aten.add_.Tensor, None),                  # gradients meet: any node, but ADDS_ITSELF
+    aten.scatter_add.default: (aten.scatter_add_.default, {"GatherBackward0", "CummaxBackward0", "CumminBackward0"}),
+    aten.scatter.src: (aten.scatter_.src, SELECTIONS),
+    aten.index_put.default: (aten.index_put_.default, {"IndexBackward0"}),
+    aten.index_add.default: (aten.index_add_.default, {"IndexSelectBackward0"}),
+    aten.masked_scatter.default: (aten.masked_scatter_.default, {"MaskedSelectBackward0"}),
+    aten.put.default: (aten.put_.default, {"TakeBackward0"}),
+    aten.index_fill.int_Tensor: (aten.index_fill_.int_Tensor, {"TraceBackward0"}),
+    aten.logical_and.default: (aten.logical_and_.default, {"ClampBackward0", *SELECTIONS}),
+    aten.logical_or.default: (aten.logical_or_.default, {"ClampBackward0"}),
 }
+# Their formulas add fresh temporaries out of place, mode or no mode.
+ADDS_ITSELF = {"VarMeanBackward0", "StdMeanBackward0", "LogcumsumexpBackward0", "NativeGroupNormBackward0"}
+MATMULS = {aten.mm.default, aten.bmm.default}
 
 # What an op's own C++ allocates and frees inside, the same on the CPU and on CUDA, where no mode can see it.
 KERNEL_TEMPORARIES = {
@@ -75,6 +86,7 @@ class Ledger(TorchDispatchMode):
         self.budget, self.context = self.allocator.budget, context
         self.enforce, self.oom = enforce, None
         self.events: list[tuple[int, Record, int, int]] = []        # (+1 | -1, record, allocated, reserved) after it
+        self.allocator.log = DriverLog(self.events)                 # what it asks of the driver, in between
         self.phases: list[dict] = []                                # name, start and end in events, peaks
         self.vocabularies: set[int] = set()                         # widths by which logits are recognized
         self.locate = None                                          # () -> (module, frames) of a new record
@@ -158,11 +170,24 @@ class Ledger(TorchDispatchMode):
     # ---- what PyTorch says --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if torch._C._current_graph_task_id() != -1:
-            func = eager_again(func, args) or func
+        in_place = eager_again(func, args) if func in IN_PLACE else None
+        if in_place is not None and torch._C._current_graph_task_id() == -1:
+            return self._add_to_product(in_place, func, args, kwargs or {})
+        func = in_place or func
         out = self.run(func, args, kwargs or {})
         self._see(func, args, out)
         return out
+
+    def _add_to_product(self, in_place, func, args, kwargs):
+        """In a forward pass autograd wants another tensor than the one that it gave: the same memory under a new name."""
+        record = self._records.get(args[0].untyped_storage()._cdata)
+        if record is None or record.op not in MATMULS or torch.broadcast_shapes(
+                args[0].shape, args[1].shape) != args[0].shape or args[0].dtype != args[1].dtype:
+            out = self.run(func, args, kwargs)
+            self._see(func, args, out)
+            return out
+        self.run(in_place, args, kwargs)
+        return self.run(aten.detach.default, args[:1], {})
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -183,12 +208,12 @@ class Ledger(TorchDispatchMode):
         for tensor in _leaves(out):
             if tensor.untyped_storage()._cdata in self._records:
                 continue
-            record = self._enter(tensor, func, self._category[-1])
-            if record is not None and record.category is None:
-                if tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies:
-                    record.category = "logits"
-                elif grad:
-                    self._forward.append(record)
+            category = self._category[-1]
+            if category is None and tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies:
+                category = "logits"                                 # known before it is allocated: an oom says it, too
+            record = self._enter(tensor, func, category)
+            if record is not None and record.category is None and grad:
+                self._forward.append(record)
 
     def _enter(self, tensor: torch.Tensor, op, category: str | None) -> Record | None:
         storage = tensor.untyped_storage()
@@ -209,19 +234,19 @@ class Ledger(TorchDispatchMode):
             self.drop(record)
 
     def _allocate(self, record: Record) -> None:
+        if self.locate is not None:
+            record.module, record.frames = self.locate()
         try:
             record.block = self.allocator.allocate(record.bytes)
         except DoesNotFit as failure:
             oom = {**vars(failure), "op": op_name(record.op), "phase": record.phase, "event": len(self.events),
-                   "category": record.category}
+                   "category": record.category, "module": record.module, "frames": record.frames}
             self.oom = self.oom or oom
             if self.enforce:
                 raise torch.OutOfMemoryError(cuda_message(oom, self.budget, self.context)) from None
             self.allocator.budget = None
             record.block = self.allocator.allocate(record.bytes)
         record.address, record.bytes = record.block.address, record.block.size      # what isn't worth splitting off, too
-        if self.locate is not None:
-            record.module, record.frames = self.locate()
         self._event(1, record)
 
     def _event(self, sign: int, record: Record) -> None:
@@ -256,6 +281,7 @@ class Ledger(TorchDispatchMode):
             self.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer state")
 
     def __enter__(self):
+        seen_by_a_mode()                # here: inside a dispatch autograd is off
         self._hooks = [register_optimizer_step_pre_hook(self._before_step),
                        register_optimizer_step_post_hook(self._after_step)]
         return super().__enter__()
@@ -299,21 +325,67 @@ def aliases_input(func) -> bool:
 
 
 def eager_again(func, args):
-    """The in-place form of ``func`` where plain autograd would have taken it; None where it wouldn't.
+    """The in-place form of ``func`` where plain C++ code would have taken it; None where it wouldn't.
 
-    Inside a backward pass the first operand's memory is reused when nobody but autograd's buffer holds it. The counts
-    are what a dispatch mode sees of such a tensor: the buffer, the argument and its Python object (four), and a
-    storage held by the tensor and its Python object (two).
+    What Python asks for is never touched: only C++ hands over a tensor that no Python frame refers to. In a backward
+    pass two gradients of one tensor are added into the first, if nobody else holds it (`accumulate` in torch/csrc/
+    autograd/input_buffer.cpp), and some formulas fill a fresh tensor (:data:`IN_PLACE`). In a forward pass a bias or an
+    attention mask is added to a product of matrices (`linear` in Linear.cpp, `_scaled_dot_product_attention_math`).
     """
-    in_place = IN_PLACE.get(func)
-    if in_place is None or torch.is_grad_enabled():
+    in_place, nodes = IN_PLACE[func]
+    tensor = args[0]
+    uses, storage_uses, references = seen_by_a_mode()
+    if not isinstance(tensor, torch.Tensor) or sys.getrefcount(tensor) > references:
         return None
-    return in_place if _unshared(args[0]) else None
+    if torch._C._current_graph_task_id() == -1:
+        return in_place if func is aten.add.Tensor and _is_free(tensor, uses, storage_uses) else None
+    if torch.is_grad_enabled():
+        return None
+    node = torch._C._current_autograd_node()
+    name = "" if node is None else node.name()
+    if nodes is not None:
+        return in_place if name in nodes else None
+    return in_place if name not in ADDS_ITSELF and _is_free(tensor, uses, storage_uses) else None
 
 
-def _unshared(tensor: torch.Tensor) -> bool:
-    return (tensor._use_count() <= 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
-            and tensor.is_contiguous())
+def _is_free(tensor: torch.Tensor, uses: int, storage_uses: int) -> bool:
+    """`can_accumulate_inplace`: a dense tensor that only the caller holds."""
+    return (tensor._use_count() <= uses and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= storage_uses
+            and (tensor.is_contiguous() or _is_dense(tensor)))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Without holes or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@functools.cache
+def seen_by_a_mode() -> tuple[int, int, int]:
+    """How often a tensor, its storage and its Python object are referred to when autograd hands a dispatch mode a buffer
+    that nobody else holds: the mode's own handles, whose number depends on the version. Tried out once."""
+    seen = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+                seen.append(look(args))
+            return func(*args, **(kwargs or {}))
+
+    def look(args):
+        tensor = args[0]
+        return (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata),
+                sys.getrefcount(tensor))
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), Look():
+        x = torch.ones(1, requires_grad=True) * 1
+        (x * 2 + x * 3).backward()
+    return seen[0]
 
 
 def op_name(op) -> str:

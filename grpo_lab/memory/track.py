@@ -20,6 +20,7 @@ from .allocator import CachingAllocator
 from .ledger import Ledger, held_by
 from .patches import kv_cache_known
 from .report import MemoryReport
+from .whence import Whence
 
 
 class track:  # noqa: N801 - used as a function
@@ -31,12 +32,12 @@ class track:  # noqa: N801 - used as a function
     the peaks are the allocator's own; on a CPU the reserved bytes are those that a card's allocator would have held.
     """
 
-    def __init__(self, budget: str | int | None = None, existing: bool = True):
+    def __init__(self, budget: str | int | None = None, existing: bool = True, stacks: bool = False):
         self.card = None if budget is None else gpus.get(budget)
         limit = None if self.card is None else self.card.budget
         context = 0 if self.card is None else self.card.total_memory - limit
         self.ledger = Ledger(CachingAllocator(limit), enforce=limit is not None, context=context)
-        self.existing = existing
+        self.existing, self.stacks = existing, stacks
         self.cuda = torch.cuda.is_available()
 
     def __enter__(self) -> track:
@@ -48,6 +49,7 @@ class track:  # noqa: N801 - used as a function
         self._stack = ExitStack()
         self._stack.enter_context(kv_cache_known(self.ledger))
         self._stack.enter_context(self.ledger)
+        self._stack.enter_context(Whence(self.ledger, stacks=self.stacks))
         return self
 
     def __exit__(self, *exc) -> None:

@@ -32,6 +32,7 @@ from .memo import Memo
 from .patches import cuda_choices, kv_cache_known
 from .report import MemoryReport
 from .values import ReadsOfValues
+from .whence import Whence
 
 
 class VirtualGPU:
@@ -42,9 +43,11 @@ class VirtualGPU:
     that PyTorch makes on a CPU instead of a card's (no foreach optimizers, no cuBLAS workspace): for comparing with
     :func:`track` on a machine without a card. ``alloc_conf`` is what PYTORCH_ALLOC_CONF would hold
     (``"expandable_segments:True"``); None means PyTorch's defaults, whatever this machine's environment says.
+    ``stacks=True`` also notes the Python lines that made each tensor, for ``report().top()``.
     """
 
-    def __init__(self, card: str | int, enforce: bool = True, kernels: str = "cuda", alloc_conf: str | None = None):
+    def __init__(self, card: str | int, enforce: bool = True, kernels: str = "cuda", alloc_conf: str | None = None,
+                 stacks: bool = False):
         if kernels not in ("cuda", "cpu"):
             raise ValueError(f"kernels={kernels!r}: takes 'cuda' (the card's choices) or 'cpu' (this machine's)")
         self.card, self.kernels = gpus.get(card), kernels
@@ -52,7 +55,7 @@ class VirtualGPU:
         self.ledger = VirtualLedger(
             CachingAllocator(self.card.budget, AllocatorSettings.of(alloc_conf), self.card.total_memory),
             enforce=enforce, context=self.card.total_memory - self.card.budget, capability=self._capability)
-        self._stack = None
+        self.stacks, self._stack = stacks, None
 
     def __enter__(self) -> VirtualGPU:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
@@ -66,6 +69,7 @@ class VirtualGPU:
         self._stack.enter_context(kv_cache_known(self.ledger))
         self._stack.enter_context(self.fake)
         self._stack.enter_context(self.ledger)
+        self._stack.enter_context(Whence(self.ledger, stacks=self.stacks))
         self.reads = self._stack.enter_context(CudaIsHere(self._capability))
         self._stack.enter_context(cuda_functions.also_in_backward(self.reads))
         return self

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 import pandas as pd
@@ -71,11 +72,29 @@ def main() -> None:
     result = table(rows)
     percent = {"median": "{:.2%}".format, "worst": "{:.2%}".format}
     print("\n" + summary(result).to_string(formatters=percent))
-    for metric, part in result.groupby("metric"):
-        error = part["error"].abs()
-        print(f"{metric}: {len(part)} rows, median {error.median():.2%}, worst {error.max():.2%}")
     if options.csv:
         result.to_csv(options.csv, index=False)
+    sys.exit(verdict(result))
+
+
+# (median, worst) that the virtual card claims: allocated of complete records, and reserved, which its own sources
+# don't reproduce to better than several percent.
+CLAIMS = {"allocated": (0.005, 0.02), "reserved": (0.03, 0.08)}
+
+
+def verdict(result: pd.DataFrame) -> int:
+    """Prints whether the claims hold, over tier A for allocated and tier B for reserved; 1 if one doesn't."""
+    failed = 0
+    for metric, (median, worst) in CLAIMS.items():
+        tier = "A" if metric == "allocated" else "B"
+        error = result[(result["metric"] == metric) & result["tier"].str.startswith(tier)]["error"].abs()
+        if not len(error):
+            continue
+        holds = error.median() <= median and error.max() <= worst
+        failed |= not holds
+        print(f"{metric}: {len(error)} rows, median {error.median():.2%} (claimed {median:.1%}), worst "
+              f"{error.max():.2%} (claimed {worst:.0%}): {'holds' if holds else 'does not hold'}")
+    return int(failed)
 
 
 if __name__ == "__main__":
