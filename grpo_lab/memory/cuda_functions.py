@@ -49,6 +49,7 @@ INTO_FLOAT32 = _both("sum", "prod", "cumsum", "cumprod", "softmax", "log_softmax
     F.softmax, F.log_softmax, torch.linalg.vector_norm}
 # The CPU's autocast runs this in float32 from its input on; the card's only what is inside
 _INSIDE = {F.cross_entropy}
+HANDLED = {SDPA, *_SOFTMAX, *_DROPOUT, *FLOAT32, *INTO_FLOAT32, *_INSIDE}      # all that on_the_card looks at
 
 
 def on_the_card(func, args: tuple, kwargs: dict, capability: tuple[int, int]):

@@ -11,12 +11,11 @@
 
 It works the same over real and fake tensors, and it knows nothing of models. It is a ``TorchDispatchMode``; storages
 are followed by weak reference. Some of autograd's formulas take another, hungrier path while any mode is on; the
-ledger leads them back (:func:`eager_again`), so that it doesn't change what it measures.
+ledger leads them back (:mod:`grpo_lab.memory.eager`), so that it doesn't change what it measures.
 """
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -24,41 +23,17 @@ from contextlib import contextmanager
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .allocator import CachingAllocator, DoesNotFit
 from .cuda_words import cuda_message
+from .eager import IN_PLACE, KERNEL_TEMPORARIES, MATMULS, eager_again, seen_by_a_mode
 from .snapshot import DriverLog
 
 CATEGORIES = ["parameters", "gradients", "optimizer state", "reference model", "activations", "logits", "KV cache",
               "temporaries", "workspace", "other"]
 
 aten = torch.ops.aten
-
-# Some C++ takes an out-of-place op while any mode is on, and the in-place one without (`isTensorSubclassLike` is true of
-# every tensor then). Which op would run in place, and in the formulas of which autograd nodes: torch/csrc/autograd/
-# FunctionsManual.cpp, and ReduceOps.cpp and TensorAdvancedIndexing.cpp in aten/src/ATen/native.
-SELECTIONS = {f"{name}Backward{n}" for name in "Max Min Kthvalue Median Nanmedian Mode Topk Sort".split() for n in (0, 1)}
-IN_PLACE = {
-    aten.add.Tensor: (aten.add_.Tensor, None),                  # gradients meet: any node, but ADDS_ITSELF
-    aten.scatter_add.default: (aten.scatter_add_.default, {"GatherBackward0", "CummaxBackward0", "CumminBackward0"}),
-    aten.scatter.src: (aten.scatter_.src, SELECTIONS),
-    aten.index_put.default: (aten.index_put_.default, {"IndexBackward0"}),
-    aten.index_add.default: (aten.index_add_.default, {"IndexSelectBackward0"}),
-    aten.masked_scatter.default: (aten.masked_scatter_.default, {"MaskedSelectBackward0"}),
-    aten.put.default: (aten.put_.default, {"TakeBackward0"}),
-    aten.index_fill.int_Tensor: (aten.index_fill_.int_Tensor, {"TraceBackward0"}),
-    aten.logical_and.default: (aten.logical_and_.default, {"ClampBackward0", *SELECTIONS}),
-    aten.logical_or.default: (aten.logical_or_.default, {"ClampBackward0"}),
-}
-# Their formulas add fresh temporaries out of place, mode or no mode.
-ADDS_ITSELF = {"VarMeanBackward0", "StdMeanBackward0", "LogcumsumexpBackward0", "NativeGroupNormBackward0"}
-MATMULS = {aten.mm.default, aten.bmm.default}
-
-# What an op's own C++ allocates and frees inside, the same on the CPU and on CUDA, where no mode can see it.
-KERNEL_TEMPORARIES = {
-    aten.logsumexp.default: lambda x, *_: x.numel() * x.element_size(),     # (self - maxes).exp_(), ReduceOps.cpp
-}
 
 
 class Record:
@@ -203,8 +178,6 @@ class Ledger(TorchDispatchMode):
         grad = torch.is_grad_enabled()
         if self._forward and not grad and torch._C._current_graph_task_id() != -1:
             self._classify_activations()
-        if func in KERNEL_TEMPORARIES:
-            self.drop(self.add(KERNEL_TEMPORARIES[func](*args), f"{op_name(func)} (inside)", "temporaries"))
         for tensor in _leaves(out):
             if tensor.untyped_storage()._cdata in self._records:
                 continue
@@ -214,6 +187,8 @@ class Ledger(TorchDispatchMode):
             record = self._enter(tensor, func, category)
             if record is not None and record.category is None and grad:
                 self._forward.append(record)
+        if func in KERNEL_TEMPORARIES and (inside := KERNEL_TEMPORARIES[func](out, *args)):
+            self.drop(self.add(inside, f"{op_name(func)} (inside)", "temporaries"))
 
     def _enter(self, tensor: torch.Tensor, op, category: str | None) -> Record | None:
         storage = tensor.untyped_storage()
@@ -320,72 +295,9 @@ def _leaves(out) -> list[torch.Tensor]:
 
 @functools.cache
 def aliases_input(func) -> bool:
-    """Whether ``func`` returns a view of an argument, or the argument itself: no new storage either way."""
-    return any(r.alias_info is not None for r in func._schema.returns)
-
-
-def eager_again(func, args):
-    """The in-place form of ``func`` where plain C++ code would have taken it; None where it wouldn't.
-
-    What Python asks for is never touched: only C++ hands over a tensor that no Python frame refers to. In a backward
-    pass two gradients of one tensor are added into the first, if nobody else holds it (`accumulate` in torch/csrc/
-    autograd/input_buffer.cpp), and some formulas fill a fresh tensor (:data:`IN_PLACE`). In a forward pass a bias or an
-    attention mask is added to a product of matrices (`linear` in Linear.cpp, `_scaled_dot_product_attention_math`).
-    """
-    in_place, nodes = IN_PLACE[func]
-    tensor = args[0]
-    uses, storage_uses, references = seen_by_a_mode()
-    if not isinstance(tensor, torch.Tensor) or sys.getrefcount(tensor) > references:
-        return None
-    if torch._C._current_graph_task_id() == -1:
-        return in_place if func is aten.add.Tensor and _is_free(tensor, uses, storage_uses) else None
-    if torch.is_grad_enabled():
-        return None
-    node = torch._C._current_autograd_node()
-    name = "" if node is None else node.name()
-    if nodes is not None:
-        return in_place if name in nodes else None
-    return in_place if name not in ADDS_ITSELF and _is_free(tensor, uses, storage_uses) else None
-
-
-def _is_free(tensor: torch.Tensor, uses: int, storage_uses: int) -> bool:
-    """`can_accumulate_inplace`: a dense tensor that only the caller holds."""
-    return (tensor._use_count() <= uses and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= storage_uses
-            and (tensor.is_contiguous() or _is_dense(tensor)))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Without holes or overlaps, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-@functools.cache
-def seen_by_a_mode() -> tuple[int, int, int]:
-    """How often a tensor, its storage and its Python object are referred to when autograd hands a dispatch mode a buffer
-    that nobody else holds: the mode's own handles, whose number depends on the version. Tried out once."""
-    seen = []
-
-    class Look(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is aten.add.Tensor and torch._C._current_graph_task_id() != -1:
-                seen.append(look(args))
-            return func(*args, **(kwargs or {}))
-
-    def look(args):
-        tensor = args[0]
-        return (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata),
-                sys.getrefcount(tensor))
-
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), Look():
-        x = torch.ones(1, requires_grad=True) * 1
-        (x * 2 + x * 3).backward()
-    return seen[0]
+    """Whether ``func`` returns a view of an argument, or the argument itself: no new storage either way. (Nor has a zero
+    that autograd knows to be one any memory.)"""
+    return func is aten._efficientzerotensor.default or any(r.alias_info is not None for r in func._schema.returns)
 
 
 def op_name(op) -> str:

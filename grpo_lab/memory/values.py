@@ -26,12 +26,22 @@ _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(_
 READ_AS = {torch.bool: False}           # everything else reads as 1
 
 
+READS = {Tensor.tolist, Tensor.__format__, Tensor.__getitem__, Tensor.__setitem__, Tensor.masked_select,
+         torch.masked_select, Tensor.masked_scatter, Tensor.numpy}
+
+
 class ReadsOfValues(TorchFunctionMode):
     """A boolean mask picks everything (the worst case), or what :meth:`picking` says; ``tolist()`` gives ones."""
 
     keep: int | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in READS:
+            return self.read(func, args, kwargs or {})
+        return self.call(func, args, kwargs or {})
+
+    def read(self, func, args, kwargs):
+        """One of :data:`READS`."""
         if func is Tensor.tolist and isinstance(args[0], FakeTensor):
             return _filled(args[0].shape, READ_AS.get(args[0].dtype, 1))
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor) and args[0].dim() == 0:
@@ -46,8 +56,13 @@ class ReadsOfValues(TorchFunctionMode):
             return _Scatter.apply(args[0], args[1], args[2])
         if func is Tensor.numpy and isinstance(args[0], FakeTensor):
             raise RuntimeError(_no_values("numpy()"))
+        return self.call(func, args, kwargs)
+
+    @staticmethod
+    def call(func, args, kwargs):
+        """Any function; where its result's size depends on values, one sentence."""
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise RuntimeError(_no_values(getattr(func, "__name__", str(func)))) from None
 

@@ -31,7 +31,7 @@ from .ledger import held_by
 from .memo import Memo
 from .patches import cuda_choices, kv_cache_known
 from .report import MemoryReport
-from .values import ReadsOfValues
+from .values import READS, ReadsOfValues
 from .whence import Whence
 
 
@@ -141,9 +141,12 @@ class CudaIsHere(ReadsOfValues):
     def __init__(self, capability: tuple[int, int] | None):
         super().__init__()
         self.capability = capability
+        self.handled = READS | {_CUDA, _TO} | (cuda_functions.HANDLED if capability is not None else set())
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func not in self.handled and "device" not in kwargs:         # nearly all: also ``x.shape`` comes by here
+            return self.call(func, args, kwargs)
         if self.capability is not None:
             out = cuda_functions.on_the_card(func, args, kwargs, self.capability)
             if out is not cuda_functions.NOT_HERE:
