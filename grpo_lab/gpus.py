@@ -140,6 +140,8 @@ def get(name: str | int | Card) -> Card:
     if not isinstance(name, str):
         return budget_card(name)
     model, size = _parts(name)
+    if name.strip().startswith("-"):
+        raise ValueError(f"gpu={name!r}: a budget is a positive number of bytes, or a size such as '16GB'")
     if not model and size:
         return budget_card(int(size * GiB))
     cards = [card for card in _cards().values() if _parts(card.name)[0] == model]

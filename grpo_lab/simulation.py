@@ -36,6 +36,8 @@ def simulate(recipe: Recipe, *, gpu: str | int | None = None, steps: int | None 
     bytes go past the card's budget if need be: ask ``report.fits`` and ``report.oom``. ``alloc_conf`` is a value of
     PYTORCH_ALLOC_CONF, such as ``"expandable_segments:True"``.
     """
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"steps={steps!r}: takes a whole number of steps from 1 on, or None for the steady state")
     options = {"steps": steps, "kernels": kernels, "every_micro_batch": every_micro_batch, "alloc_conf": alloc_conf}
     if hasattr(recipe, "accelerator"):
         from .trainer.twin import simulate_trainer

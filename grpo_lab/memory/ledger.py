@@ -15,7 +15,6 @@ ledger leads them back (:mod:`grpo_lab.memory.eager`), so that it doesn't change
 """
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -69,7 +68,7 @@ class Ledger(TorchDispatchMode):
         self._refs: dict[int, weakref.ref] = {}
         self._forward: list[Record] = []                            # made with gradients on, not yet classified
         self._backward_ran = False
-        self._modules: list[weakref.ref] = []
+        self._modules: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._phase: list[str] = ["start"]
         self._category: list[str | None] = [None]
 
@@ -119,21 +118,31 @@ class Ledger(TorchDispatchMode):
         """Enters storages that were there before the ledger was."""
         for tensor in tensors:
             for leaf in _plain(tensor):
-                if leaf.untyped_storage()._cdata not in self._records:
-                    self._enter(leaf, "was there before", category)
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._records:
+                    self._enter(storage, "was there before", category)
 
     def watch(self, module: torch.nn.Module, category: str = "parameters") -> None:
         """Parameters and buffers of ``module`` get this category, and their gradients will be known as gradients."""
         self.tag(held_by(module), category)
-        vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
-        if isinstance(vocabulary, int):                             # what is that wide is logits
-            self.vocabularies.add(vocabulary)
-        self._modules.append(weakref.ref(module))
+        self._note(module)
+
+    def meet(self, module: torch.nn.Module) -> None:
+        """A module runs that nobody named: what it holds are parameters, unless they are known as something else."""
+        if module not in self._modules:
+            for record in (self._records.get(t.untyped_storage()._cdata) for t in held_by(module)):
+                if record is not None and record.category in (None, "activations", "temporaries", "other"):
+                    record.category = "parameters"
+            self._note(module)
+
+    def _note(self, module: torch.nn.Module) -> None:
+        if isinstance(width := getattr(getattr(module, "config", None), "vocab_size", None), int):
+            self.vocabularies.add(width)                            # what is that wide is logits
+        self._modules[module] = True
 
     def add(self, nbytes: int, op: str, category: str) -> Record:
         """Enters bytes that no tensor holds (a library's workspace). Give them back with :meth:`drop`."""
-        record = Record(nbytes, op, category, self._phase[-1])
-        self._allocate(record)
+        self._allocate(record := Record(nbytes, op, category, self._phase[-1]))
         return record
 
     def drop(self, record: Record) -> None:
@@ -145,12 +154,14 @@ class Ledger(TorchDispatchMode):
     # ---- what PyTorch says --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        in_place = eager_again(func, args) if func in IN_PLACE else None
-        if in_place is not None and torch._C._current_graph_task_id() == -1:
-            return self._add_to_product(in_place, func, args, kwargs or {})
-        func = in_place or func
+        facts = FACTS.get(id(func)) or facts_of(func)
+        if facts[2] and (in_place := eager_again(func, args)) is not None:
+            if torch._C._current_graph_task_id() == -1:
+                return self._add_to_product(in_place, func, args, kwargs or {})
+            func, facts = in_place, facts_of(in_place)
         out = self.run(func, args, kwargs or {})
-        self._see(func, args, out)
+        if not facts[1]:
+            self._see(func, args, out)
         return out
 
     def _add_to_product(self, in_place, func, args, kwargs):
@@ -168,30 +179,30 @@ class Ledger(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False                    # nobody compiles inside a ledger, and the guard costs more than the ledger
 
-    def run(self, func, args, kwargs):
-        """Carries the op out; over fake tensors there is a shorter way."""
+    def run(self, func, args, kwargs):              # over fake tensors there is a shorter way
         return func(*args, **kwargs)
 
     def _see(self, func, args, out) -> None:
-        if aliases_input(func):
+        _, aliases, _, inside = FACTS.get(id(func)) or facts_of(func)
+        if aliases:
             return
         grad = torch.is_grad_enabled()
         if self._forward and not grad and torch._C._current_graph_task_id() != -1:
             self._classify_activations()
-        for tensor in _leaves(out):
-            if tensor.untyped_storage()._cdata in self._records:
+        for tensor in (out,) if _is_plain(out) else _leaves(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._records:
                 continue
             category = self._category[-1]
-            if category is None and tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies:
+            if category is None and self.vocabularies and tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies:
                 category = "logits"                                 # known before it is allocated: an oom says it, too
-            record = self._enter(tensor, func, category)
-            if record is not None and record.category is None and grad:
+            record = self._enter(storage, func, category)
+            if grad and record is not None and record.category is None:
                 self._forward.append(record)
-        if func in KERNEL_TEMPORARIES and (inside := KERNEL_TEMPORARIES[func](out, *args)):
-            self.drop(self.add(inside, f"{op_name(func)} (inside)", "temporaries"))
+        if inside is not None and (nbytes := inside(out, *args)):
+            self.drop(self.add(nbytes, f"{op_name(func)} (inside)", "temporaries"))
 
-    def _enter(self, tensor: torch.Tensor, op, category: str | None) -> Record | None:
-        storage = tensor.untyped_storage()
+    def _enter(self, storage: torch.UntypedStorage, op, category: str | None) -> Record | None:
         nbytes = storage.nbytes()
         if nbytes == 0:
             return None
@@ -204,8 +215,7 @@ class Ledger(TorchDispatchMode):
 
     def _died(self, key: int) -> None:
         self._refs.pop(key, None)
-        record = self._records.pop(key, None)
-        if record is not None:
+        if (record := self._records.pop(key, None)) is not None:
             self.drop(record)
 
     def _allocate(self, record: Record) -> None:
@@ -239,7 +249,7 @@ class Ledger(TorchDispatchMode):
 
     def label_gradients(self) -> None:
         self._backward_ran = False
-        for module in filter(None, (ref() for ref in self._modules)):
+        for module in list(self._modules):
             self.tag((p.grad for p in module.parameters() if p.grad is not None), "gradients")
             for parameter in module.parameters():                       # added since: adapters
                 record = self._records.get(parameter.untyped_storage()._cdata)
@@ -276,13 +286,19 @@ def held_by(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers(), *(t for t in parts if isinstance(t, torch.Tensor))]
 
 
+def _is_plain(tensor) -> bool:
+    """A tensor with a storage of its own, and no wrapper around others."""
+    kind = type(tensor)
+    return (kind is torch.Tensor or kind is FakeTensor) and tensor.layout is torch.strided and not tensor.is_meta
+
+
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor itself, or the plain ones inside a wrapper (DTensor and the like)."""
-    if type(tensor) in (FakeTensor, torch.Tensor) and tensor.layout is torch.strided:
-        return [tensor] if tensor.device.type != "meta" else []
+    if _is_plain(tensor):
+        return [tensor]
     if hasattr(tensor, "__tensor_flatten__"):
         return [leaf for name in tensor.__tensor_flatten__()[0] for leaf in _plain(getattr(tensor, name))]
-    return [tensor] if tensor.layout is torch.strided and tensor.device.type != "meta" else []
+    return [tensor] if tensor.layout is torch.strided and not tensor.is_meta else []
 
 
 def _leaves(out) -> list[torch.Tensor]:
@@ -293,7 +309,17 @@ def _leaves(out) -> list[torch.Tensor]:
     return []
 
 
-@functools.cache
+# By the id of an op, for its hash is slow: the op, whether it makes no storage, whether `eager_again` may know another
+# one, what its kernel holds inside.
+FACTS: dict[int, tuple] = {}
+
+
+def facts_of(func) -> tuple:
+    if id(func) not in FACTS:
+        FACTS[id(func)] = func, aliases_input(func), func in IN_PLACE, KERNEL_TEMPORARIES.get(func)
+    return FACTS[id(func)]
+
+
 def aliases_input(func) -> bool:
     """Whether ``func`` returns a view of an argument, or the argument itself: no new storage either way. (Nor has a zero
     that autograd knows to be one any memory.)"""

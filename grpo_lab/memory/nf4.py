@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 QUANTIZATIONS = ("nf4", "nf4_double")           # double: the scales are quantized too (Dettmers et al. 2023, QLoRA)
-_NOTED = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
+NOTED = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
 
 # From this many rows on, `gemm_4bit` unpacks the weight and multiplies as usual; below it may multiply packed weights.
 # bitsandbytes decides by tables for each chip (`_gemm_4bit_use_custom_cuda` in bitsandbytes/backends/cuda/ops.py,
@@ -72,7 +72,7 @@ def _pack(part: torch.nn.Module, dtype: torch.dtype, functional) -> None:
     del full
     # a `Params4bit` can't be built of a fake tensor: a parameter with the same attributes serves
     weight = torch.nn.Parameter(packed, requires_grad=False)
-    for name in _NOTED:
+    for name in NOTED:
         setattr(weight, name, getattr(old, name))
     weight.quant_state, weight.bnb_quantized = state, True
     part.weight, part.quant_state = weight, state

@@ -12,15 +12,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 @contextmanager
-def cuda_choices(foreach: bool = True):
-    """Inside, optimizers and gradient clipping take foreach kernels as on CUDA, transformers builds its attention mask
+def cuda_choices(move_in, foreach: bool = True):
+    """``move_in(module)`` puts real weights onto the virtual card. Inside, optimizers and gradient clipping take foreach kernels as on CUDA, transformers builds its attention mask
     only where it would on the card, autocast for "cuda" is autocast, and modules may be moved to "cuda"."""
     with ExitStack() as stack:
         patch = lambda target, name, new: stack.enter_context(mock.patch.object(target, name, new))  # noqa: E731
         if foreach:
             _foreach(patch)
         _masks(patch)
-        _moves(patch)
+        _moves(patch, move_in)
+        _ends(patch)
         yield
 
 
@@ -69,11 +70,32 @@ def _masks(patch) -> None:
     patch(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
 
 
-def _moves(patch) -> None:
+def _ends(patch) -> None:
+    """`generate` stops when all rows are finished, which fake values never say: at its full length, then."""
+    from transformers import GenerationMixin, StoppingCriteriaList
+    ask, full = StoppingCriteriaList.__call__, []
+
+    def criteria(self, input_ids, scores, **kwargs):
+        if self.max_length is not None and input_ids.shape[-1] >= self.max_length:
+            full.append(True)
+        return ask(self, input_ids, scores, **kwargs)
+
+    def unfinished(self, *args, **kwargs):
+        ended = bool(full)
+        full.clear()
+        return not ended
+
+    patch(StoppingCriteriaList, "__call__", criteria)
+    patch(GenerationMixin, "_has_unfinished_sequences", unfinished)
+
+
+def _moves(patch, move_in) -> None:
     module_apply, autocast_init = torch.nn.Module._apply, torch.amp.autocast_mode.autocast.__init__
 
     def apply(self, fn, recurse=True):
         # Module.to swaps tensors in place, which fake ones refuse: put the converted ones in their stead.
+        if any(not isinstance(t, FakeTensor) and t.device.type != "meta" for t in self.parameters()):
+            move_in(self)
         if not any(isinstance(t, FakeTensor) for t in self.parameters()):
             return module_apply(self, fn, recurse)
         for part in self.modules() if recurse else [self]:
@@ -85,8 +107,10 @@ def _moves(patch) -> None:
             part._buffers.update({name: b if b is None else fn(b) for name, b in part._buffers.items()})
         return self
 
-    def autocast(self, device_type, *args, **kwargs):
-        return autocast_init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+    def autocast(self, device_type, dtype=None, *args, **kwargs):
+        if device_type == "cuda":
+            device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        return autocast_init(self, device_type, dtype, *args, **kwargs)
 
     patch(torch.nn.Module, "_apply", apply)
     patch(torch.amp.autocast_mode.autocast, "__init__", autocast)

@@ -92,6 +92,10 @@ class MemoryReport:
     def plot(self, kind: str = "timeline"):
         """The picture: ``"timeline"`` (stacked by category, phases marked, budget line) or ``"breakdown"``."""
         from .. import plots
+        if kind not in ("timeline", "breakdown"):
+            raise ValueError(f"kind={kind!r}: takes 'timeline' or 'breakdown'")
+        if not len(self.timeline):
+            raise ValueError("plot: nothing was allocated, so there is nothing to draw")
         return {"timeline": plots.timeline, "breakdown": plots.breakdown}[kind](self)
 
     def top(self, n: int | None = 20, by: str | Sequence[str] = OWNERS, each_layer: bool = False) -> pd.DataFrame:

@@ -73,6 +73,6 @@ def _to_meta(module: torch.nn.Module) -> None:
                         new = torch.empty_like(old, device="meta")
                         is_parameter = isinstance(old, torch.nn.Parameter)
                         made[id(old)] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
-                        for noted in nf4._NOTED if hasattr(old, "quant_state") else ():
+                        for noted in nf4.NOTED if hasattr(old, "quant_state") else ():
                             setattr(made[id(old)], noted, getattr(old, noted))
                     store[name] = made[id(old)]

@@ -12,6 +12,7 @@ memory. What the size of a result depends on can't be answered: one sentence say
 """
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Iterator
@@ -22,12 +23,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from . import nf4
+
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 READ_AS = {torch.bool: False}           # everything else reads as 1
 
 
 READS = {Tensor.tolist, Tensor.__format__, Tensor.__getitem__, Tensor.__setitem__, Tensor.masked_select,
-         torch.masked_select, Tensor.masked_scatter, Tensor.numpy}
+         torch.masked_select, Tensor.masked_scatter, Tensor.numpy, Tensor.data_ptr, Tensor.pin_memory,
+         Tensor.__deepcopy__}
 
 
 class ReadsOfValues(TorchFunctionMode):
@@ -54,6 +58,12 @@ class ReadsOfValues(TorchFunctionMode):
             return _Select.apply(*torch.broadcast_tensors(args[0], args[1]), self.count(args[1]))
         if func is Tensor.masked_scatter and _is_mask(args[1]):
             return _Scatter.apply(args[0], args[1], args[2])
+        if func is Tensor.data_ptr and isinstance(args[0], FakeTensor):
+            return args[0].untyped_storage()._cdata         # for telling tensors apart
+        if func is Tensor.pin_memory:
+            return args[0]
+        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            return _deepcopy(*args)
         if func is Tensor.numpy and isinstance(args[0], FakeTensor):
             raise RuntimeError(_no_values("numpy()"))
         return self.call(func, args, kwargs)
@@ -87,6 +97,21 @@ def _no_values(name: str) -> str:
         frame = frame.f_back
     return (f"{name} needs real values, and tensors on a virtual card have none (file {frame.f_code.co_filename}, line "
             f"{frame.f_lineno}): do it outside the VirtualGPU, or put a tensor of the size that you expect in its place")
+
+
+def _deepcopy(tensor: Tensor, memo: dict) -> Tensor:
+    if id(tensor) not in memo:
+        if not tensor.is_leaf:
+            raise RuntimeError("deepcopy of a tensor that autograd made: detach() it first")        # as PyTorch refuses
+        with torch.no_grad():
+            new = tensor.detach().clone()
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        new = torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new.requires_grad_(tensor.requires_grad)
+        if hasattr(tensor, "quant_state"):
+            for name in (*nf4.NOTED, "quant_state", "bnb_quantized"):
+                setattr(new, name, copy.deepcopy(getattr(tensor, name), memo))
+        memo[id(tensor)] = new
+    return memo[id(tensor)]
 
 
 def _is_mask(index) -> bool:

@@ -15,10 +15,11 @@ branch on a fake boolean takes the False side, a fake number reads as 1 (:mod:`g
 """
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import gpus
@@ -31,8 +32,12 @@ from .ledger import held_by
 from .memo import Memo
 from .patches import cuda_choices, kv_cache_known
 from .report import MemoryReport
+from .swap import on_card
 from .values import READS, ReadsOfValues
 from .whence import Whence
+
+
+_ONE = threading.Lock()             # what `patches` changes is changed for the whole process
 
 
 class VirtualGPU:
@@ -55,27 +60,37 @@ class VirtualGPU:
         self.ledger = VirtualLedger(
             CachingAllocator(self.card.budget, AllocatorSettings.of(alloc_conf), self.card.total_memory),
             enforce=enforce, context=self.card.total_memory - self.card.budget, capability=self._capability)
-        self.stacks, self._stack = stacks, None
+        self.stacks, self._stack, self._open = stacks, None, False
 
     def __enter__(self) -> VirtualGPU:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             raise RuntimeError("a VirtualGPU can't be opened inside another one (or inside a FakeTensorMode): "
                                "leave the outer `with` first")
+        if not _ONE.acquire(blocking=False):
+            raise RuntimeError("a VirtualGPU is open in another thread: only one at a time, for it changes PyTorch's "
+                               "functions while it is open")
         self._stack = ExitStack()
+        self._stack.callback(_ONE.release)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.ledger.run = Memo(self.fake)
         self._stack.enter_context(cuda_api(self.ledger.allocator, self.card))
-        self._stack.enter_context(cuda_choices(foreach=self.kernels == "cuda"))
+        self._stack.enter_context(cuda_choices(self._move_in, foreach=self.kernels == "cuda"))
         self._stack.enter_context(kv_cache_known(self.ledger))
         self._stack.enter_context(self.fake)
         self._stack.enter_context(self.ledger)
         self._stack.enter_context(Whence(self.ledger, stacks=self.stacks))
-        self.reads = self._stack.enter_context(CudaIsHere(self._capability))
+        self.reads = self._stack.enter_context(CudaIsHere(self.ledger))
         self._stack.enter_context(cuda_functions.also_in_backward(self.reads))
+        self._open = True
         return self
 
     def __exit__(self, *exc) -> None:
         self._stack.close()
+        self._open = False
+
+    def _move_in(self, module: torch.nn.Module) -> None:
+        """A real module moved here (``.to("cuda")``): fake weights stand for its own, which come back at the end."""
+        self._stack.enter_context(on_card(self, module))
 
     def phase(self, name: str):
         """``with gpu.phase("forward")``: names what runs inside, in the report and in the pictures."""
@@ -92,12 +107,14 @@ class VirtualGPU:
         from transformers import AutoModelForCausalLM
 
         from .. import models
+        if not self._open:
+            raise RuntimeError("load: this VirtualGPU isn't open; call it inside `with VirtualGPU(...) as gpu:`")
         config = models.config(model)
-        weights = getattr(torch, dtype)
+        weights, compute = _dtype(dtype, "dtype"), _dtype(compute_dtype or dtype, "compute_dtype")
         with _disable_current_modes(), torch.device("meta"):    # else the fake mode would make fake meta tensors
             module = AutoModelForCausalLM.from_config(config, dtype=weights, **options)
         if quantization is not None:
-            nf4.replace_linears(module, quantization, weights, getattr(torch, compute_dtype or dtype))
+            nf4.replace_linears(module, quantization, weights, compute)
         with self.phase("load"):
             self.place(module, category)
         module.train(False)             # as from_pretrained leaves it
@@ -116,6 +133,13 @@ class VirtualGPU:
     def report(self) -> MemoryReport:
         """What happened so far."""
         return MemoryReport.of(self.ledger, card=self.card.name, budget=self.card.budget)
+
+
+def _dtype(dtype: str | torch.dtype, field: str) -> torch.dtype:
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{field}={dtype!r}: takes 'float32', 'bfloat16' or 'float16'")
+    return found
 
 
 def materialize(module: torch.nn.Module) -> None:
@@ -138,10 +162,10 @@ class CudaIsHere(ReadsOfValues):
     With a ``capability``, attention, dropout and autocast are a card's.
     """
 
-    def __init__(self, capability: tuple[int, int] | None):
+    def __init__(self, ledger: VirtualLedger):
         super().__init__()
-        self.capability = capability
-        self.handled = READS | {_CUDA, _TO} | (cuda_functions.HANDLED if capability is not None else set())
+        self.ledger, self.capability = ledger, ledger.capability
+        self.handled = READS | {_CUDA, _TO} | (cuda_functions.HANDLED if self.capability is not None else set())
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -151,22 +175,36 @@ class CudaIsHere(ReadsOfValues):
             out = cuda_functions.on_the_card(func, args, kwargs, self.capability)
             if out is not cuda_functions.NOT_HERE:
                 return out
-        if func is _CUDA:
-            return args[0]
+        if func is _CUDA or func is _TO and any(_here(a) is not a for a in (*args[1:], *kwargs.values())):
+            args = (self.bring(args[0]), *args[1:])
+            if func is _CUDA:
+                return args[0]
         if func is _TO:
             args = tuple(_here(a) for a in args)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": _here(kwargs["device"])}
-        return super().__torch_function__(func, types, args, kwargs)
+        if "device" not in kwargs:
+            return super().__torch_function__(func, types, args, kwargs)
+        out = super().__torch_function__(func, types, args, {**kwargs, "device": _here(kwargs["device"])})
+        return self.bring(out) if func in _FROM_DATA and _here(kwargs["device"]) is not kwargs["device"] else out
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that no op made here, counted from now on: a real one is replaced by a fake."""
+        if not isinstance(tensor, FakeTensor):
+            with torch.no_grad():
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        self.ledger.adopt([tensor], "other")
+        return tensor
 
 
 _CUDA, _TO = torch.Tensor.cuda, torch.Tensor.to
+_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 def _here(value):
-    """Any CUDA device means the virtual card, whose tensors are fake CPU tensors."""
-    if isinstance(value, str) and value.split(":")[0] == "cuda":
-        return "cpu"
-    if isinstance(value, torch.device) and value.type == "cuda":
+    """Any name of the card means the virtual card, whose tensors are fake CPU tensors. Others come back as they are."""
+    if type(value) is int and value == 0:
+        return torch.device("cpu")
+    if isinstance(value, str) and value.split(":")[0] == "cuda" or isinstance(value, torch.device) and value.type == "cuda":
+        if torch.device(value).index not in (None, 0):
+            raise RuntimeError(f"device {str(value)!r}: there is one virtual card, 'cuda' or 'cuda:0'")
         return torch.device("cpu")
     return value

@@ -102,6 +102,8 @@ class Whence:
     # ---- which module runs --------------------------------------------------------------------------------------
 
     def _called(self, module: torch.nn.Module, args) -> None:
+        if not self._running:
+            self.ledger.meet(module)
         name = self._names.get(module) or self._name(module)
         self._running.append((id(module), name))
         self._mark(name)
@@ -135,7 +137,7 @@ class Whence:
         return self._names[module]
 
     def _watched(self) -> list[torch.nn.Module]:
-        return [module for ref in self.ledger._modules if (module := ref()) is not None]
+        return list(self.ledger._modules)
 
     def _index(self, root: torch.nn.Module) -> None:
         for name, part in root.named_modules():

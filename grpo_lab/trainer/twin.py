@@ -49,6 +49,10 @@ def simulate_trainer(trainer, *, gpu: str | int | None, prompt_length: int | Non
     """
     if gpu is None:
         raise TypeError("simulate(trainer) needs gpu=: a card's name or a budget in bytes")
+    if prompt_length is not None and (isinstance(prompt_length, bool) or not isinstance(prompt_length, int)
+                                      or prompt_length < 1):
+        raise ValueError(f"prompt_length={prompt_length!r}: takes a whole number of tokens from 1 on, or None for the "
+                         "dataset's own")
     check(trainer)
     card = VirtualGPU(gpu, enforce=False, kernels=kernels, alloc_conf=alloc_conf)
     shared = trainer.accelerator.gradient_state._shared_state       # of all accelerators in the process
@@ -122,6 +126,8 @@ def _twin(trainer, steps: int, every_micro_batch: bool):
     twin.accelerator = copy.copy(trainer.accelerator)
     for name in ("_models", "_optimizers", "_schedulers", "_dataloaders"):
         setattr(twin.accelerator, name, [])
+    if trainer.args.fp16:                                   # accelerate leaves float16 alone where it sees no card
+        twin.accelerator.native_amp = True
     if trainer.accelerator.scaler is not None:              # a few bytes on the card, and reads of values
         twin.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
     twin.state, twin.control = TrainerState(), TrainerControl()

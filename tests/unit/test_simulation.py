@@ -4,7 +4,7 @@ import torch
 from llama import make_llama
 
 from grpo_lab import Recipe, simulate
-from grpo_lab.memory.virtual import CUBLAS_WORKSPACE
+from grpo_lab.memory.cuda_kernels import cublas_workspace
 
 GiB = 2**30
 
@@ -69,7 +69,9 @@ def test_the_optimizers_states_come_at_the_end_of_the_first_step(small):
     first, second = simulate(small(dtype="float32"), steps=1), simulate(small(dtype="float32"), steps=2)
     states = 2 * 4 * sum(p.numel() for p in make_llama().parameters())
     grown = second.phases.loc["forward", "peak_allocated"] - first.phases.loc["forward", "peak_allocated"]
-    assert grown == pytest.approx(states + CUBLAS_WORKSPACE, rel=1e-4)     # the backward thread's, since the first step
+    least = states + cublas_workspace((8, 6))                   # the backward thread's is there since the first step
+    rests = 2**20 * 2 * len(list(make_llama().parameters()))    # a block keeps up to 1 MiB that isn't worth splitting off
+    assert least <= grown <= least + rests
     between = (first.phases.loc["backward", "peak_reserved"] + second.peak_reserved) // 2
     card = small(dtype="float32", gpu=int(between))
     assert simulate(card, steps=1).fits
