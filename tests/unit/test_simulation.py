@@ -81,10 +81,12 @@ def test_the_optimizers_states_come_at_the_end_of_the_first_step(small):
 
 def test_the_steady_state_is_the_second_step(small):
     """Made beforehand or by a first step, the states and the peaks are the same. The backward thread's cuBLAS workspace
-    was missing from the steady state's forward once. Reserved bytes depend on the order of allocations too."""
+    was missing from the steady state's forward once (8.125 MiB, 2.5 %). What a block keeps beyond its tensor, up to
+    1 MiB, depends on the order of allocations, and so do reserved bytes."""
     steady, real = simulate(small()), simulate(small(), steps=2)
     common = ["rollout", "forward", "backward", "optimizer"]
-    assert steady.phases.loc[common, "peak_allocated"].tolist() == real.phases.loc[common, "peak_allocated"].tolist()
+    peaks = [report.phases.loc[common, "peak_allocated"].tolist() for report in (steady, real)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.005)
     assert steady.peak_reserved == pytest.approx(real.peak_reserved, rel=0.08)
 
 
@@ -100,8 +102,8 @@ def test_the_same_recipe_gives_the_same_bytes(small):
 
 
 def test_what_this_version_cannot_simulate_is_said(small):
-    with pytest.raises(NotImplementedError, match="quantization"):
-        simulate(small(quantization="nf4", lora_rank=8))
+    with pytest.raises(NotImplementedError, match="optimizer_offload"):
+        simulate(small(optimizer_offload=True))
 
 
 def test_the_kv_cache_is_known_by_name(small):
