@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 aten = torch.ops.aten
 
-# Some C++ takes an out-of-place op while any mode is on, and the in-place one without (`isTensorSubclassLike` is true of
-# every tensor then). Which op would run in place, and in the formulas of which autograd nodes: torch/csrc/autograd/
+# Some C++ takes an out-of-place op while any mode is on, and the in-place one without (`isTensorSubclassLike` is true
+# of every tensor then). Which op would run in place, and in the formulas of which autograd nodes: torch/csrc/autograd/
 # FunctionsManual.cpp, and ReduceOps.cpp and TensorAdvancedIndexing.cpp in aten/src/ATen/native.
-SELECTIONS = {f"{name}Backward{n}" for name in "Max Min Kthvalue Median Nanmedian Mode Topk Sort".split() for n in (0, 1)}
+SELECTIONS = {f"{name}Backward{n}" for n in (0, 1)
+              for name in "Max Min Kthvalue Median Nanmedian Mode Topk Sort".split()}
 IN_PLACE = {
     aten.add.Tensor: (aten.add_.Tensor, None),                  # gradients meet: any node, but ADDS_ITSELF
     aten.scatter_add.default: (aten.scatter_add_.default, {"GatherBackward0", "CummaxBackward0", "CumminBackward0"}),
@@ -39,8 +40,9 @@ IN_PLACE = {
 }
 # Their formulas add fresh temporaries out of place, mode or no mode.
 ADDS_ITSELF = {f"{name}Backward0" for name in
-               "VarMean StdMean Logcumsumexp NativeGroupNorm Atan2 Mvlgamma Cholesky TriangularSolve LuUnpack LinalgLu "
-               "LinalgLuFactorEx LinalgLuSolve LinalgCholeskyEx LinalgQr LinalgSvd LinalgLstsq LinalgPinv".split()}
+               "VarMean StdMean Logcumsumexp NativeGroupNorm Atan2 Mvlgamma Cholesky TriangularSolve LuUnpack "
+               "LinalgLu LinalgLuFactorEx LinalgLuSolve LinalgCholeskyEx LinalgQr LinalgSvd LinalgLstsq "
+               "LinalgPinv".split()}
 MATMULS = {aten.mm.default, aten.bmm.default}
 
 # What an op's own C++ allocates and frees inside, the same on the CPU and on CUDA, where no mode can see it: bytes by
@@ -77,8 +79,8 @@ def eager_again(func, args):
 
     What Python asks for is never touched: only C++ hands over a tensor that no Python frame refers to. In a backward
     pass two gradients of one tensor are added into the first, if nobody else holds it (`accumulate` in torch/csrc/
-    autograd/input_buffer.cpp), and some formulas fill a fresh tensor (:data:`IN_PLACE`). In a forward pass a bias or an
-    attention mask is added to a product of matrices (`linear` in Linear.cpp, `_scaled_dot_product_attention_math`).
+    autograd/input_buffer.cpp), and some formulas fill a fresh tensor (:data:`IN_PLACE`). In a forward pass a bias or
+    an attention mask is added to a product of matrices (`linear` in Linear.cpp, `_scaled_dot_product_attention_math`).
     """
     in_place, nodes = IN_PLACE[func]
     tensor = args[0]
@@ -99,7 +101,8 @@ def eager_again(func, args):
 
 def _is_free(tensor: torch.Tensor, uses: int, storage_uses: int) -> bool:
     """`can_accumulate_inplace`: a dense tensor that only the caller holds."""
-    return (tensor._use_count() <= uses and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= storage_uses
+    return (tensor._use_count() <= uses
+            and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= storage_uses
             and (tensor.is_contiguous() or _is_dense(tensor)))
 
 
@@ -116,8 +119,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def seen_by_a_mode() -> tuple[int, int, int]:
-    """How often a tensor, its storage and its Python object are referred to when autograd hands a dispatch mode a buffer
-    that nobody else holds: the mode's own handles, whose number depends on the version. Tried out once."""
+    """How often a tensor, its storage and its Python object are referred to when autograd hands a dispatch mode a
+    buffer that nobody else holds: the mode's own handles, whose number depends on the version. Tried out once."""
     seen = []
 
     class Look(TorchDispatchMode):

@@ -165,7 +165,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def _add_to_product(self, in_place, func, args, kwargs):
-        """In a forward pass autograd wants another tensor than the one that it gave: the same memory under a new name."""
+        """In a forward pass autograd wants another tensor than the one that it gave: its memory under a new name."""
         record = self._records.get(args[0].untyped_storage()._cdata)
         if record is None or record.op not in MATMULS or torch.broadcast_shapes(
                 args[0].shape, args[1].shape) != args[0].shape or args[0].dtype != args[1].dtype:
@@ -321,8 +321,8 @@ def facts_of(func) -> tuple:
 
 
 def aliases_input(func) -> bool:
-    """Whether ``func`` returns a view of an argument, or the argument itself: no new storage either way. (Nor has a zero
-    that autograd knows to be one any memory.)"""
+    """Whether ``func`` returns a view of an argument, or the argument itself: no new storage either way. (Nor has a
+    zero that autograd knows to be one any memory.)"""
     return func is aten._efficientzerotensor.default or any(r.alias_info is not None for r in func._schema.returns)
 
 

@@ -73,7 +73,8 @@ def steps(module, optimizer, *inputs, clip=None, times=2):
 
 
 def mlp(**options) -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False), nn.LayerNorm(32), nn.Linear(32, 8))
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False), nn.LayerNorm(32),
+                         nn.Linear(32, 8))
 
 
 def rotated(x):
@@ -158,7 +159,8 @@ FAMILIES = {
     "linear without gradients": lambda: lambda w=normal(24, 32), b=normal(24), x=normal(4, 16, 32): [
         F.linear(x.detach().transpose(0, 1), w.detach(), b.detach())],
     "gelu": lambda: backward(lambda x: F.gelu(x, approximate="tanh"), normal(40, 40)),
-    "swiglu": lambda: backward(lambda x, a, b: F.silu(x @ a) * (x @ b), normal(40, 32), normal(32, 64), normal(32, 64)),
+    "swiglu": lambda: backward(lambda x, a, b: F.silu(x @ a) * (x @ b), normal(40, 32), normal(32, 64),
+                               normal(32, 64)),
     "llama norm": lambda: backward(llama_norm, normal(40, 32), normal(32)),
     "llama norm, bfloat16": lambda: backward(llama_norm, normal(40, 32, dtype=torch.bfloat16), normal(32)),
     "rms_norm": lambda: backward(lambda x, w: F.rms_norm(x, (32,), w), normal(40, 32), normal(32)),
@@ -182,7 +184,8 @@ FAMILIES = {
     "log_softmax of a slice": lambda: backward(lambda x: F.log_softmax(x[:, :-1], -1), normal(4, 16, 48)),
     "logsumexp": lambda: backward(lambda x: torch.logsumexp(x, -1), normal(64, 48)),
     "grpo loss": lambda: backward(lambda x: grpo_loss(x, IDS[:, 1:]), normal(4, 16, 48)),
-    "grpo loss, bfloat16": lambda: backward(lambda x: grpo_loss(x, IDS[:, 1:]), normal(4, 16, 48, dtype=torch.bfloat16)),
+    "grpo loss, bfloat16": lambda: backward(lambda x: grpo_loss(x, IDS[:, 1:]),
+                                            normal(4, 16, 48, dtype=torch.bfloat16)),
     "chunked loss": lambda: backward(lambda h, w: ChunkedLogps.apply(
         h, w, None, IDS.flatten(), 0.9, 16, torch.float32, True)[0], normal(64, 32), normal(48, 32)),
     "masked mean": lambda: backward(lambda x, m=(IDS > 20).float(): (x * m).sum(-1) / m.sum(-1).clamp(min=1.0),
@@ -249,12 +252,13 @@ FAMILIES = {
 # What the ledger doesn't count, by cause: buffers inside the CPU's kernels, which CUDA's don't have (or have others).
 SMALL_BUFFERS = "smaller than what else is alive at the peak: "
 NOT_COUNTED = {
-    **dict.fromkeys(["llama norm, bfloat16", "llama, bfloat16"], "TensorIterator casts operands of two dtypes beforehand"),
+    **dict.fromkeys(["llama norm, bfloat16", "llama, bfloat16"], "TensorIterator casts operands of two dtypes"),
     "grpo loss, bfloat16": SMALL_BUFFERS + "log_softmax of 16-bit rows computes in float32",
     "math attention, mask": SMALL_BUFFERS + "`_safe_softmax` looks for rows that are masked altogether",
     "amax": "TensorIterator casts the boolean mask of the maxima, to add and to multiply",
     "picked by a mask": "the backward looks again for the places where the mask is true",
-    **dict.fromkeys(["logsumexp", "grpo loss", "chunked loss"], SMALL_BUFFERS + "which of logsumexp's maxima are infinite"),
+    **dict.fromkeys(["logsumexp", "grpo loss", "chunked loss"],
+                    SMALL_BUFFERS + "whether logsumexp's maxima are infinite"),
     **{f: SMALL_BUFFERS + "layer_norm's backward has a buffer for each thread" for f in FAMILIES
        if f.startswith("autocast") or "{" in f},
     **{f: SMALL_BUFFERS + "the CPU's flash attention has buffers for each thread" for f in FAMILIES
@@ -273,7 +277,7 @@ def nothing_old_to_collect():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_takes_the_same_memory_with_the_ledger_as_without(name):
-    """Not one allocation more, not one less, as the CPU's own allocator sees it; and that is what the ledger counts."""
+    """Not one allocation more or less, as the CPU's own allocator sees it; and that is what the ledger counts."""
     torch.manual_seed(0)
     run = FAMILIES[name]()
     run()                                                   # states, tables and caches are made the first time
