@@ -56,10 +56,10 @@ class VirtualGPU:
         if kernels not in ("cuda", "cpu"):
             raise ValueError(f"kernels={kernels!r}: takes 'cuda' (the card's choices) or 'cpu' (this machine's)")
         self.card, self.kernels = gpus.get(card), kernels
-        self._capability = self.card.compute_capability if kernels == "cuda" else None
+        capability = self.card.compute_capability if kernels == "cuda" else None
         self.ledger = VirtualLedger(
             CachingAllocator(self.card.budget, AllocatorSettings.of(alloc_conf), self.card.total_memory),
-            enforce=enforce, context=self.card.total_memory - self.card.budget, capability=self._capability)
+            enforce=enforce, context=self.card.total_memory - self.card.budget, capability=capability)
         self.stacks, self._stack, self._open = stacks, None, False
 
     def __enter__(self) -> VirtualGPU:
