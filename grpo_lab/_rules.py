@@ -69,6 +69,7 @@ def check(recipe: Recipe) -> None:
         _offload,
         _bfloat16,
         _float16,
+        _two_halves,
         _task,
     ):
         rule(recipe)
@@ -253,6 +254,15 @@ def _float16(recipe: Recipe) -> None:
             f"{field}={trainable!r}{' with ' + used[0] if used and trainable != 'float16' else ''}: float16 "
             f'trains only float32 weights (a gradient scaler cannot work otherwise); set {field}="float32", '
             'autocast="float16", or use bfloat16'
+        )
+
+
+def _two_halves(recipe: Recipe) -> None:
+    """PyTorch's autocast fails where it meets the other 16-bit type (`prioritize` in ATen/autocast_mode.h)."""
+    if "float32" not in (recipe.dtype, recipe.autocast) and recipe.autocast not in (None, recipe.dtype):
+        raise ValueError(
+            f'autocast="{recipe.autocast}" cannot run over dtype="{recipe.dtype}", the other 16-bit type: set '
+            f'autocast="{recipe.dtype}" or None, or dtype="float32"'
         )
 
 

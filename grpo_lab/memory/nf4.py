@@ -7,8 +7,9 @@
 >>> weight.dtype, weight.shape, weight.quant_state.absmax.shape         # two weights a byte, one float32 per 64
 (torch.uint8, torch.Size([442368, 1]), torch.Size([13824]))
 
-transformers' quantizer chooses the layers; each weight is made in 16 bits, quantized and let go, as `from_pretrained`
-does it on the card.
+transformers' quantizer chooses the layers. Then all goes as in `from_pretrained` on the card: one allocation as large
+as the model, let go at once, out of whose segment the weights are cut; each weight is made in 16 bits, quantized and
+let go, in the order of the checkpoint's keys.
 """
 from __future__ import annotations
 
@@ -20,14 +21,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 QUANTIZATIONS = ("nf4", "nf4_double")           # double: the scales are quantized too (Dettmers et al. 2023, QLoRA)
 NOTED = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
 
+# 16-bit weights that the loader's threads have on the card while one is quantized. None since March 2026: transformers
+# turned the threads off where it quantizes (pull request 44576), for what they held could exceed the quantized model.
+AHEAD = 0
+
 # From this many rows on, `gemm_4bit` unpacks the weight and multiplies as usual; below it may multiply packed weights.
 # bitsandbytes decides by tables for each chip (`_gemm_4bit_use_custom_cuda` in bitsandbytes/backends/cuda/ops.py,
 # 0.50); for layers of 4M weights and more all of them end at or below this.
 UNPACKED_FROM = 257
 
 
-def replace_linears(module: torch.nn.Module, quantization: str, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-    """Puts bitsandbytes' `Linear4bit` in place of the linear layers of a transformers model on the meta device."""
+def replace_linears(module: torch.nn.Module, quantization: str, dtype: torch.dtype, compute_dtype: torch.dtype):
+    """Puts bitsandbytes' `Linear4bit` in place of the linear layers of a transformers model on the meta device.
+
+    Returns transformers' quantizer, for :func:`warm_up`.
+    """
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization={quantization!r}: takes {', '.join(map(repr, QUANTIZATIONS))}, or None")
     try:
@@ -46,27 +54,51 @@ def replace_linears(module: torch.nn.Module, quantization: str, dtype: torch.dty
         part.support_avx512bf16_for_cpu = False         # a CPU's own packing
         if part.bias is not None:                       # comes from the checkpoint, in its dtype
             part.bias = torch.nn.Parameter(torch.empty_like(part.bias, dtype=dtype), requires_grad=False)
+    return quantizer
 
 
-def pack_weights(module: torch.nn.Module) -> bool:
-    """Gives every `Linear4bit` that is still on the meta device its packed fake weight; whether there were any."""
+def warm_up(module: torch.nn.Module, quantizer) -> None:
+    """What transformers does before it loads to a card: the whole model's bytes in one allocation, and back."""
+    from transformers.modeling_utils import caching_allocator_warmup
+    caching_allocator_warmup(module, dict.fromkeys(module.state_dict(), "cuda:0"), quantizer)
+
+
+def pack_weights(module: torch.nn.Module, put) -> bool:
+    """Gives every `Linear4bit` on the meta device its packed fake weight; whether there were any.
+
+    The other parameters are made between them by ``put(part, name)``, in the order in which a checkpoint is read.
+    """
     parts = _quantized(module)
     if not parts:
         return False
     from bitsandbytes import functional
+    from transformers.core_model_loading import dot_natural_key
     dtype = getattr(getattr(module, "config", None), "dtype", None) or torch.float16
+    tied = getattr(module, "all_tied_weights_keys", None) or {}
+    keys = sorted(set(module.state_dict()) - set(tied), key=dot_natural_key)
+    full: dict[str, torch.Tensor] = {}
+
+    def make(key: str) -> None:
+        path, _, name = key.rpartition(".")
+        part = module.get_submodule(path)
+        if name == "weight" and part in parts:
+            full[key] = torch.empty(part.out_features, part.in_features, dtype=dtype)
+        elif name in part._parameters:
+            put(part, name)
+
     # bitsandbytes keeps its lookup table for good once it is made: this one must not outlive its card
     with mock.patch.dict(functional.name2qmap, dynamic=torch.empty(256)):
-        for part in parts:
-            _pack(part, dtype, functional)
+        for index, key in enumerate(keys):
+            for other in keys[index:index + 1 + AHEAD]:
+                if other not in full:
+                    make(other)
+            if key in full:
+                _pack(module.get_submodule(key.rpartition(".")[0]), full.pop(key), functional)
     return True
 
 
-def _pack(part: torch.nn.Module, dtype: torch.dtype, functional) -> None:
+def _pack(part: torch.nn.Module, full: torch.Tensor, functional) -> None:
     old = part.weight
-    if old.device.type != "meta":
-        return
-    full = torch.empty(part.out_features, part.in_features, dtype=dtype)
     packed, state = functional.quantize_4bit(full, blocksize=old.blocksize, quant_type=old.quant_type,
                                              compress_statistics=old.compress_statistics)
     del full
@@ -97,12 +129,12 @@ def gemm_4bit(run, a, b, shape, absmax, blocksize, quant_type, bias=None, absmax
     return run(aten.view.default, out, [*a.shape[:-1], shape[0]])
 
 
-def _quantized(module: torch.nn.Module) -> list[torch.nn.Module]:
+def _quantized(module: torch.nn.Module) -> set[torch.nn.Module]:
     kinds = {type(part).__name__ for part in module.modules()}
     if "Linear8bitLt" in kinds:
         raise NotImplementedError("a model in bitsandbytes' 8-bit form can't be put on a virtual card: "
                                   "load it in 4 bits or in 16")
     if "Linear4bit" not in kinds:
-        return []                                       # and bitsandbytes needn't be installed
+        return set()                                    # and bitsandbytes needn't be installed
     from bitsandbytes.nn import Linear4bit
-    return [part for part in module.modules() if isinstance(part, Linear4bit)]
+    return {part for part in module.modules() if isinstance(part, Linear4bit) and part.weight.device.type == "meta"}

@@ -113,19 +113,21 @@ class VirtualGPU:
         weights, compute = _dtype(dtype, "dtype"), _dtype(compute_dtype or dtype, "compute_dtype")
         with _disable_current_modes(), torch.device("meta"):    # else the fake mode would make fake meta tensors
             module = AutoModelForCausalLM.from_config(config, dtype=weights, **options)
-        if quantization is not None:
-            nf4.replace_linears(module, quantization, weights, compute)
+        quantizer = nf4.replace_linears(module, quantization, weights, compute) if quantization is not None else None
         with self.phase("load"):
+            if quantizer is not None:
+                nf4.warm_up(module, quantizer)
             self.place(module, category)
         module.train(False)             # as from_pretrained leaves it
         return module
 
     def place(self, module: torch.nn.Module, category: str = "parameters") -> torch.nn.Module:
         """Puts a module that lies on the meta device onto the card: fake weights of the same shapes and dtypes."""
+        made: dict[int, torch.Tensor] = {}
         with self.ledger.category(category), torch.no_grad():
-            if nf4.pack_weights(module):
+            if nf4.pack_weights(module, lambda part, name: materialize_one(part._parameters, name, made)):
                 self.ledger.on_the_card[torch.ops.bitsandbytes.gemm_4bit.default] = nf4.gemm_4bit
-            materialize(module)
+            materialize(module, made)
         self.ledger.adopt(held_by(module), category)            # tables made of Python numbers, which no op makes
         self.ledger.watch(module, category)
         return module
@@ -142,18 +144,27 @@ def _dtype(dtype: str | torch.dtype, field: str) -> torch.dtype:
     return found
 
 
-def materialize(module: torch.nn.Module) -> None:
-    """Replaces meta parameters and buffers by empty ones under the present mode; ties and requires_grad stay."""
-    made: dict[int, torch.Tensor] = {}
+def materialize(module: torch.nn.Module, made: dict[int, torch.Tensor] | None = None) -> None:
+    """Replaces meta parameters and buffers by empty ones under the present mode; ties and requires_grad stay.
+
+    ``made``: what was made before, by the id of what it replaced.
+    """
+    made = {} if made is None else made
     for part in module.modules():
         for store in (part._parameters, part._buffers):
-            for name, old in store.items():
-                if old is None or old.device.type != "meta":
-                    continue
-                if id(old) not in made:
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    made[id(old)] = torch.nn.Parameter(new, old.requires_grad) if store is part._parameters else new
-                store[name] = made[id(old)]
+            for name in store:
+                materialize_one(store, name, made)
+
+
+def materialize_one(store: dict[str, torch.Tensor | None], name: str, made: dict[int, torch.Tensor]) -> None:
+    old = store[name]
+    if old is None or old.device.type != "meta":
+        return
+    if id(old) not in made:
+        new = torch.empty(old.shape, dtype=old.dtype)
+        is_parameter = isinstance(old, torch.nn.Parameter)
+        made[id(old)] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
+    store[name] = made[id(old)]
 
 
 class CudaIsHere(ReadsOfValues):

@@ -31,6 +31,9 @@ def run(row: dict) -> VirtualGPU:
 def fitcheck(gpu, row) -> None:
     """float16 or NF4 (then `prepare_model_for_kbit_training`), LoRA in float32, checkpointing, torch.optim.AdamW.
 
+    transformers 5.0 made weights in four threads while others were quantized; how far they got ahead was a race, which
+    moved what is reserved by several percent between runs of one and the same row. Here the loader is today's.
+
     `out`, and so the logits, lives until the step returns. Its sdpa runs were pinned to the memory-efficient kernel,
     with keys and values repeated for grouped queries.
     """

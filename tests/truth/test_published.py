@@ -2,12 +2,15 @@
 
 A sample for every run; all rows: ``make truth``.
 """
+from unittest import mock
+
 import pandas as pd
 import pytest
 from scenarios import run
-from table import MiB, measurements, table
+from table import LISTED, MiB, measurements, table
 
 from grpo_lab._data import data_path
+from grpo_lab.memory import nf4
 
 # Model, quantization, tokens, attention of the steps rebuilt here (a few seconds each); the losses are all here.
 SAMPLE = [("Qwen/Qwen2.5-1.5B-Instruct", "", "1024", "efficient"), ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "nf4", "512", "efficient"),
@@ -34,8 +37,8 @@ def test_losses_on_an_a100_and_a_b200_come_out_to_the_kibibyte():
 
 @pytest.mark.parametrize("index", range(len(SAMPLE)), ids=lambda i: " ".join(SAMPLE[i]))
 def test_steps_phase_by_phase(index):
-    """To 0.01 MiB, each phase, where the weights aren't quantized. With NF4 within 2 %: `from_pretrained` quantizes in
-    several threads, and what its blocks keep beyond their tensors varies with their order (TinyLlama is the worst)."""
+    """To 0.01 MiB, each phase, where the weights aren't quantized. With NF4 within 2 %: up to 5.2 `from_pretrained` read
+    in threads while it quantized, and what blocks keep beyond their tensors varies with the order."""
     result = table(sample(index), quiet)
     allocated = result[result["metric"] == "allocated"]
     assert len(allocated)
@@ -43,6 +46,23 @@ def test_steps_phase_by_phase(index):
     if not SAMPLE[index][1]:
         assert (allocated["predicted"] - allocated["mib"]).abs().max() < 0.01
     assert result["error"].abs().max() < 0.08
+
+
+def test_the_listed_rows_are_there_and_have_a_cause():
+    rows = measurements().set_index("id")
+    assert all(rows.loc[name, "metric"] == "reserved" and cause for name, cause in LISTED.items())
+    runs = rows[(rows["metric"] == "reserved") & (rows["model"] == "TinyLlama/TinyLlama-1.1B-Chat-v1.0")
+                & (rows["completion_tokens"] == "512") & (rows["attention"] == "eager")]["mib"]
+    assert runs.max() / runs.min() - 1 > 0.07                   # what the cause of the second says
+
+
+def test_the_listed_row_comes_out_as_measured_with_its_loader_twelve_weights_ahead():
+    """15 % too much was reserved, and the cause unknown: transformers 5.0 loaded in threads, ahead of the quantization,
+    and left larger free blocks than today's loader. Here they are twelve weights ahead: 4,822 MiB, as measured but for one segment of 2 MiB."""
+    row = measurements().set_index("id").loc["fc-20260916-04-whole-r"]
+    with mock.patch.object(nf4, "AHEAD", 12):
+        predicted = run(row.to_dict()).report().peak_reserved / MiB
+    assert predicted == pytest.approx(row["mib"], rel=0.001)
 
 
 @pytest.mark.parametrize("record", [0, 1])

@@ -92,6 +92,14 @@ def test_the_way_out_of_the_bfloat16_message_is_a_valid_recipe(lora):
     assert Recipe(gpu="T4", **lora, **way_out).autocast == "float16"
 
 
+@pytest.mark.parametrize("dtype, autocast", [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_two_16_bit_types_are_refused_together(dtype, autocast):
+    """`cat` in the rotary embedding ended in "Unexpected floating ScalarType in at::autocast::prioritize"."""
+    with pytest.raises(ValueError, match="16-bit type|float32"):
+        Recipe(dtype=dtype, autocast=autocast, lora_rank=8, lora_dtype="float32")
+    assert Recipe(dtype=dtype, autocast=dtype, lora_rank=8, lora_dtype="float32").autocast == dtype
+
+
 def test_adapters_in_bfloat16_are_refused_on_a_t4_only_where_there_are_adapters():
     refused("lora_dtype=", gpu="T4", dtype="float16", lora_rank=8, lora_dtype="bfloat16")
     Recipe(gpu="T4", dtype="float32", lora_dtype="bfloat16")
