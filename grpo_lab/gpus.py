@@ -90,6 +90,7 @@ def names() -> list[str]:
     return list(_cards())
 
 
+@functools.lru_cache(1024)
 def _parts(name: str) -> tuple[str, float | None]:
     """Split the ways people write one card into model and size in GiB.
 

@@ -18,25 +18,26 @@ class Head:
         self.rows = min(s.recipe.logits_chunk_size, s.B * s.C)
         self.chunked = s.recipe.logits == "chunked"
 
-    def forward(self, hidden: Tensor, saved: dict, trained: bool) -> None:
-        """``hidden`` is the final norm's result, the caller's."""
+    def forward(self, saved: dict, trained: bool, copies: list[Tensor]) -> None:
+        """The caller holds the final norm's result. ``copies`` of weights go where autocast ends."""
         if self.chunked:
+            self.tape.drop(*copies)
             self._chunked(saved, trained)
         else:
-            self._full(saved, trained)
+            self._full(saved, trained, copies)
 
     def _copy_of_weight(self, saved: dict, trained: bool) -> Tensor | None:
         if not self.s.cast:
             return None
         return self.tape.make("activations", "16-bit copy of the head's weight", self.s.V, self.s.h, 2)
 
-    def _full(self, saved: dict, trained: bool) -> None:
+    def _full(self, saved: dict, trained: bool, copies: list[Tensor]) -> None:
         s, tape, size = self.s, self.tape, self.size
         weight = self._copy_of_weight(saved, trained)
         logits = tape.make("logits", "of C + 1 positions", s.B, s.C + 1, s.V, s.a)
         if trained and weight is not None:
             saved["head.weight"] = tape.keep(weight)
-        tape.drop(weight)
+        tape.drop(weight, *copies)
         if s.a != size:
             logits16, logits = logits, tape.make("logits", "in float32", s.B, s.C + 1, s.V, size)
             tape.drop(logits16)
@@ -48,8 +49,7 @@ class Head:
         else:
             kept = tape.make("logits", "log_softmax of each row", s.B if trained else 1, s.C, s.V, size)
         if trained:
-            entropy = tape.make("logits", "entropy's log-probs, exp, product", 3, min(ENTROPY_ROWS, s.B * s.C), s.V, size)
-            tape.drop(entropy)
+            self._entropy(min(ENTROPY_ROWS, s.B * s.C), size)
             saved["logits"] = tape.keep(kept)
         tape.drop(divided, kept)
 
@@ -63,9 +63,13 @@ class Head:
             tape.drop(half)
         tape.drop(tape.make("logits", "a chunk's exp", self.rows, s.V, 4))
         if trained:
-            tape.drop(tape.make("logits", "entropy's log-probs, exp, product", 3, min(ENTROPY_ROWS, self.rows), s.V, 4))
+            self._entropy(min(ENTROPY_ROWS, self.rows), 4)
             saved["hidden"] = tape.keep(hidden)
         tape.drop(logits, weight, hidden)
+
+    def _entropy(self, rows: int, size: int) -> None:
+        made = self.tape.make("logits", "entropy's log-probs, exp, product", rows, self.s.V, size, count=3)
+        self.tape.drop(made)
 
     def backward(self, saved: dict) -> tuple[Tensor, Tensor | None]:
         """The gradients of the final norm's result and of the head's weight (None in LoRA)."""
@@ -80,10 +84,12 @@ class Head:
         kept = saved.pop("logits")
         if size == 4:  # LogsumexpBackward, row by row; the logits stay to its end
             rows = tape.make("logits", "gradients of the rows", s.C, s.V, size, count=max(1, s.B - 1))
-            tape.drop(tape.make("logits", "x - logsumexp, exp and their product", s.C, s.V, size, count=3 if s.B > 1 else 2))
+            tape.drop(rows, tape.make("logits", "x - logsumexp, exp and their product", s.C, s.V, size,
+                                      count=3 if s.B > 1 else 2))  # fmt: skip
+            rows = tape.make("logits", "gradients of the rows", s.C, s.V, size, count=s.B)
         else:  # LogSoftmaxBackward: a row's log-probs go with it
             tape.drop(tape.make("logits", "a row's gradients", s.C, s.V, size, count=2), kept)
-            kept, rows = None, tape.make("logits", "gradients of the rows", s.B, s.C, s.V, size)
+            kept, rows = None, tape.make("logits", "gradients of the rows", s.C, s.V, size, count=s.B)
         both = tape.make("logits", "gradient of all rows", s.B, s.C, s.V, size)
         tape.drop(rows, kept)
         divided = tape.make("logits", "gradient, by the temperature", s.B, s.C, s.V, size)
@@ -122,4 +128,6 @@ def embedding_backward(s: Shape, tape: Tape, head: Tensor | None) -> None:
     gradient = tape.make("gradients", "of the embedding", s.V, s.h, s.w)
     if n > SORT_FROM:
         tape.drop(tape.make("temporaries", "sums of segments", n // 10 + min(n, s.V), s.h, 4))
-    tape.drop(gradient, head)
+    # a product's gradient is a transposed view, into which nothing is added in place
+    both = tape.make("gradients", "of embedding and head", s.V, s.h, s.w) if s.added_apart else None
+    tape.drop(gradient, head, both)

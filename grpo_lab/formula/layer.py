@@ -2,143 +2,21 @@
 
 Forward, each line of theirs makes and drops what the real one does; with gradients on, `saved` holds what autograd
 keeps. Backward, the nodes run in reverse, a saved tensor goes after its node, two gradients of one tensor are added in
-place. PEFT's adapters and bitsandbytes' products are inside :meth:`Layer.linear`.
+place. PEFT's adapters and bitsandbytes' products are in :mod:`grpo_lab.formula.products`.
 """
 
 from __future__ import annotations
 
-from .shape import Shape
-from .tape import Tape, Tensor
-
-UNPACKED_FROM = 257  # rows: below, bitsandbytes multiplies by packed weights (memory/nf4.py)
+from .products import Products
+from .tape import Tensor
 
 
-class Layer:
-    """A layer over ``rows`` sequences of ``length`` new tokens, on top of ``past`` cached ones.
+def up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
-    ``grad``: whether a graph is built. ``adapted``: whether adapters are on. ``frozen``: a reference model's.
-    """
 
-    def __init__(self, s: Shape, tape: Tape, rows: int, length: int, *, past: int = 0, grad: bool = False,
-                 adapted: bool = True, frozen: bool = False) -> None:  # fmt: skip
-        self.s, self.tape, self.rows, self.length, self.past, self.grad = s, tape, rows, length, past, grad
-        self.n, self.masked = rows * length, s.masked
-        # autocast keeps its copies of weights that train; those of frozen ones are made for each call
-        self.copies = s.cast and (s.lora or frozen) and not s.nf4
-        self.targets = s.targets if adapted else set()
-        self.autocast = s.recipe.autocast is not None
-        self.o = s.w if s.nf4 else s.a  # bytes of a linear layer's result: bitsandbytes returns its input's dtype
-        self.product = s.a if self.autocast else s.t  # of an adapter's products
-
-    def activation(self, what: str, width: int, size: int) -> Tensor:
-        return self.tape.make("activations", what, self.n, width, size)
-
-    def temporary(self, what: str, *factors: int) -> Tensor:
-        return self.tape.make("temporaries", what, *factors)
-
-    def save(self, saved: dict, name: str, tensor: Tensor) -> None:
-        """For the backward, if there will be one."""
-        if self.grad:
-            saved[name] = self.tape.keep(tensor)
-
-    # ---- linear layers ------------------------------------------------------------------------------------------
-
-    def linear(self, name: str, x: Tensor, size: int, saved: dict) -> Tensor:
-        """``x`` (``size`` bytes a number) times a weight, and what its adapter adds."""
-        s, tape, (i, o) = self.s, self.tape, self.s.linears[name]
-        source = tape.keep(x) if size == s.a else self.activation(f"16-bit input of {name}", i, s.a)
-        weight = None
-        if s.nf4:
-            weight = self.temporary(f"{name} unpacked", i, o, s.a) if self.n >= UNPACKED_FROM else None
-        elif self.copies:
-            weight = tape.make("activations", "16-bit copies of weights", i, o, 2)
-            self.save(saved, name + ".weight", weight)
-        out = self.activation(f"result of {name}", o, s.a)
-        tape.drop(weight)
-        if self.o != s.a:
-            out = self.replaced(out, self.activation(f"result of {name}", o, self.o))
-        if not s.lora:
-            self.save(saved, name, source)
-        tape.drop(source)
-        return self._adapter(name, x, size, out, saved) if name in self.targets else out
-
-    def replaced(self, old: Tensor, new: Tensor) -> Tensor:
-        self.tape.drop(old)
-        return new
-
-    def _adapter(self, name: str, x: Tensor, size: int, out: Tensor, saved: dict) -> Tensor:
-        """peft/tuners/lora/layer.py and bnb.py: out + B(A(x)) * scaling."""
-        s, tape, (i, o), p = self.s, self.tape, self.s.linears[name], self.product
-        if s.nf4:
-            out = self.replaced(out, self.activation("the result, cloned", o, self.o))
-        given, given_size = tape.keep(x), size
-        if size != s.t and not (s.nf4 and self.autocast):
-            given, given_size = self.replaced(given, self.activation(f"input of {name}'s A", i, s.t)), s.t
-        source = tape.keep(given) if given_size == p else self.activation(f"16-bit input of {name}'s A", i, p)
-        between = self.activation("between A and B", s.rank, p)
-        added = self.activation("B's result", o, p)
-        self.save(saved, name + ".A", source)
-        self.save(saved, name + ".B", between)
-        tape.drop(source, between)
-        added = self.replaced(added, self.activation("scaled", o, p))
-        if s.nf4 and not self.autocast and p != self.o:
-            added = self.replaced(added, self.activation("scaled", o, self.o))
-            p = self.o
-        both = self.activation("with the adapter", o, max(self.o, p))
-        tape.drop(out, added)
-        if max(self.o, p) != self.o:
-            both = self.replaced(both, self.activation("with the adapter", o, self.o))
-        tape.drop(given)
-        return both
-
-    def linear_backward(self, name: str, g: Tensor, size: int, saved: dict) -> Tensor:
-        """From the gradient of the result to that of the input, of ``size`` bytes a number."""
-        s, tape, (i, o) = self.s, self.tape, self.s.linears[name]
-        through = None
-        if name in self.targets:
-            g, through = self._adapter_backward(name, g, size, saved)
-        if self.o != s.a:
-            g = self.replaced(g, self.activation("gradient", o, s.a))
-        weight = self.temporary(f"{name} unpacked", i, o, s.a) if s.nf4 else None
-        gx = self.activation("gradient", i, s.a)
-        tape.drop(weight)
-        if not s.lora:
-            self._weight_gradient(name, i * o)
-            tape.drop(saved.pop(name))
-        tape.drop(saved.pop(name + ".weight", None), g)
-        if size != s.a:
-            gx = self.replaced(gx, self.activation("gradient", i, size))
-        tape.drop(through)  # added in place
-        return gx
-
-    def _weight_gradient(self, name: str, numbers: int) -> None:
-        """Under autocast of the 16-bit copy first. It stays, or is added to the micro-batches' before."""
-        s, tape = self.s, self.tape
-        half = tape.make("gradients", f"of {name}'s copy", numbers, 2) if s.cast else None
-        gradient = tape.make("gradients", f"of {name}", numbers, s.w)
-        tape.drop(half)
-        if s.accumulates:
-            tape.drop(gradient)
-
-    def _adapter_backward(self, name: str, g: Tensor, size: int, saved: dict) -> tuple[Tensor, Tensor]:
-        """The gradients of the base layer's result and of the adapter's input."""
-        s, tape, (i, o), p = self.s, self.tape, self.s.linears[name], self.product
-        sums = self.o if s.nf4 else max(self.o, p)
-        if sums != self.o:
-            g = self.replaced(g, self.activation("gradient", o, sums))
-        branch = self.activation("gradient", o, p) if p != sums else tape.keep(g)
-        branch = self.replaced(branch, self.activation("gradient, scaled", o, p))
-        inner = self.activation("gradient", s.rank, p)
-        tape.drop(branch, saved.pop(name + ".B"))
-        gx = self.activation("gradient", i, p)
-        tape.drop(inner, saved.pop(name + ".A"))
-        if p != s.t and not s.nf4:
-            gx = self.replaced(gx, self.activation("gradient", i, s.t))
-        if size != (p if s.nf4 and self.autocast else s.t):
-            gx = self.replaced(gx, self.activation("gradient", i, size))
-        if sums != self.o:
-            g = self.replaced(g, self.activation("gradient", o, self.o))
-        return g, gx
+class Layer(Products):
+    """A layer as a whole."""
 
     # ---- norms and rotary embeddings ----------------------------------------------------------------------------
 
@@ -202,23 +80,29 @@ class Layer:
         return self.tape.make("activations", "keys or values, repeated", self.rows, keys, self.s.q, size)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, size_k: int, keys: int, saved: dict) -> Tensor:
-        """The memory-efficient kernel with a mask, flash attention without: both keep their inputs and a sum a query."""
+        """The memory-efficient kernel with a mask, flash attention without: both keep their inputs and a sum a query.
+        """
         s, tape, rows, a = self.s, self.tape, self.rows, self.s.a
         repeats = self.masked and self.length > 1
-        key, value = (self._repeated(x, keys, size) if repeats else tape.keep(x) for x, size in ((k, size_k), (v, self.o)))
         width = s.q if repeats else s.kv
-        inputs = [("q", tape.keep(q), size_k, self.length, s.q), ("k", key, size_k, keys, width), ("v", value, self.o, keys, width)]
-        used = [(name, x if size == a else tape.make("activations", "16-bit queries, keys or values", rows, count, wide, a))
-                for name, x, size, count, wide in inputs]  # fmt: skip
+        given = [("q", tape.keep(q), size_k, self.length, s.q)]
+        for name, x, size in (("k", k, size_k), ("v", v, self.o)):
+            given.append((name, self._repeated(x, keys, size) if repeats else tape.keep(x), size, keys, width))
+        used = []
+        for name, x, size, count, wide in given:
+            if size != a:
+                x = tape.make("activations", "16-bit queries, keys or values", rows, count, wide, a)
+            used.append((name, x))
+        cast = [x for (_, x), (_, before, *_) in zip(used, given, strict=True) if x is not before]
         if self.masked:
-            used.append(("mask", tape.make("activations", "mask as numbers", rows, self.length, -(-keys // 8) * 8, a)))
+            used.append(("mask", tape.make("activations", "mask as numbers", rows, self.length, up(keys, 8), a)))
         out = self.activation("attention's output", s.q, a)
-        used.append(("lse", tape.make("activations", "logsumexp of the scores", rows, s.heads, -(-self.length // 32) * 32, 4)))
+        sums = tape.make("activations", "logsumexp of the scores", rows, s.heads, up(self.length, 32), 4)
+        used.append(("lse", sums))
         for name, x in used:
             self.save(saved, name, x)
         self.save(saved, "out", out)
-        cast = [x for (_, x), given in zip(used, inputs) if x is not given[1]]
-        tape.drop(*(x for _, x in used[3:]), *cast, *(given[1] for given in inputs), q, k, v)
+        tape.drop(*(x for _, x in used[3:]), *cast, *(before for _, before, *_ in given), q, k, v)
         return out
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, size_k: int, keys: int, saved: dict) -> Tensor:
@@ -226,22 +110,27 @@ class Layer:
         s, tape, a = self.s, self.tape, self.s.a
         grid = (self.rows, s.heads, self.length, keys)
         key, value = self._repeated(k, keys, size_k), self._repeated(v, keys, self.o)
-        q_, k_ = (tape.keep(x) if size_k == a else tape.make("activations", "16-bit queries or keys", self.rows, count, s.q, a)
+        q_, k_ = (x if size_k == a else tape.make("activations", "16-bit queries or keys", self.rows, count, s.q, a)
                   for x, count in ((q, self.length), (key, keys)))  # fmt: skip
+        tape.keep(q_), tape.keep(k_)
         scores = self.temporary("scores", *grid, a)
         self.save(saved, "q", q_)
         self.save(saved, "k", k_)
         tape.drop(q_, k_)
+        if size_k != a:
+            tape.drop(q_, k_)
         scores = self.replaced(scores, self.temporary("scores, scaled", *grid, a))
-        if self.masked or True:
-            scores = self.replaced(scores, self.temporary("scores, masked", *grid, max(a, s.w)))
+        scores = self.replaced(scores, self.temporary("scores, masked", *grid, max(a, s.w)))
+        wide = None
         if max(a, s.w) == 2 and s.recipe.dtype == "bfloat16":
-            scores = self.replaced(scores, self.temporary("scores in float32", *grid, 4))
+            wide = self.temporary("scores in float32", *grid, 4)
         soft = tape.make("activations", "softmax of the scores in float32", *grid, 4)
-        tape.drop(scores)
+        tape.drop(wide)
         self.save(saved, "softmax", soft)
-        weights = tape.keep(soft) if max(size_k, s.w) == 4 else tape.make("activations", "softmax in 16 bits", *grid, 2)
-        tape.drop(soft)
+        weights = tape.keep(soft)
+        if max(size_k, s.w) != 4:
+            weights = self.replaced(weights, tape.make("activations", "softmax in 16 bits", *grid, 2))
+        tape.drop(scores, soft)
         w_ = tape.keep(weights) if max(size_k, s.w) == a else tape.make("activations", "softmax in 16 bits", *grid, a)
         v_ = tape.keep(value) if self.o == a else tape.make("activations", "16-bit values", self.rows, keys, s.q, a)
         out = self.activation("attention's output", s.q, a)
@@ -276,7 +165,7 @@ class Layer:
         s, tape, a = self.s, self.tape, self.s.a
         width = s.q if self.masked else s.kv
         gq, gk, gv = (self.activation("gradient", wide, a) for wide in (s.q, width, width))
-        inside = self.temporary("attention's float32 sums", self.rows, s.heads, -(-self.length // 128) * 128, s.D + 1, 4)
+        inside = self.temporary("attention's float32 sums", self.rows, s.heads, up(self.length, 128), s.D + 1, 4)
         tape.drop(inside, g, *(saved.pop(name, None) for name in ("q", "k", "v", "mask", "lse", "out")))
         if self.masked:
             gk, gv = self._narrow(gk, a), self._narrow(gv, a)

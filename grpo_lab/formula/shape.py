@@ -42,7 +42,8 @@ class Shape:
         self.linears = {"q_proj": (h, self.q), "k_proj": (h, self.kv), "v_proj": (h, self.kv), "o_proj": (self.q, h),
                         "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h)}  # fmt: skip
         chosen = recipe.lora_targets
-        self.targets = {name for name in self.linears if chosen == "all-linear" or name in chosen} if self.lora else set()
+        adapted = {name for name in self.linears if chosen == "all-linear" or name in chosen}
+        self.targets = adapted if self.lora else set()
 
     @cached_property
     def trained(self) -> int:
@@ -55,6 +56,11 @@ class Shape:
     def largest(self) -> int:
         """Numbers of the largest trained tensor."""
         return self.rank * max(max(self.linears[name]) for name in self.targets) if self.lora else self.V * self.h
+
+    @property
+    def added_apart(self) -> bool:
+        """Whether the embedding's and the tied head's gradients are added into a third tensor."""
+        return self.arch.tie_word_embeddings and self.recipe.logits == "full" and not self.lora
 
     @property
     def head_gradient(self) -> tuple[int, int, int]:
@@ -87,7 +93,8 @@ def weights(s: Shape, category: str = "parameters") -> list[Term]:
     terms = [Term(category, "4-bit weights", (1,), linear // 2), Term(category, "other weights", (s.w,), rest)]
     if s.recipe.quantization == "nf4":
         return [*terms, Term(category, "scales of 64 weights", (4,), linear // 64)]
-    return [*terms, Term(category, "scales of 64 weights", (1,), linear // 64),  # in 8 bits, and a scale for 256 of them
+    # the scales in 8 bits, and a scale for each 256 of them
+    return [*terms, Term(category, "scales of 64 weights", (1,), linear // 64),
             Term(category, "scales of 256 scales", (4,), linear // 64 // 256)]  # fmt: skip
 
 
@@ -111,7 +118,8 @@ def states(s: Shape) -> list[Term]:
     if optim in ("adamw_torch", "adamw_torch_fused"):
         return of_each(category, "exp_avg and exp_avg_sq of {}", s, s.t, 2)
     if optim == "adamw_8bit":  # a byte each and a scale for 256 (bitsandbytes/optim/optimizer.py)
-        return [*of_each(category, "8-bit states of {}", s, 1, 2), Term(category, "their scales", (4,), 2 * (n // 256))]
+        scales = Term(category, "their scales", (4,), 2 * (n // 256))
+        return [*of_each(category, "8-bit states of {}", s, 1, 2), scales]
     if optim == "adafactor":  # a row and a column of each matrix, in float32
         rows = s.L * sum(sum(s.linears[name]) for name in s.targets or s.linears)
         return [Term(category, "rows and columns", (4,), rows + (0 if s.lora else s.V + s.h))]

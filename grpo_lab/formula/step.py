@@ -19,12 +19,14 @@ def play(recipe) -> Tape:
     s, tape = Shape(recipe), Tape()
     with tape.phase("load"):
         _put(tape, shape.weights(s))
+        if s.nf4:
+            tape.drop(tape.make("temporaries", "a weight before it is packed", s.h, s.I, s.w))
         _put(tape, shape.reference(s))
     _put(tape, shape.adapters(s))
     with tape.phase("optimizer states"):
         _put(tape, shape.workspaces(s))
         _put(tape, shape.states(s))
-        _optimizer(s, tape)
+        tape.drop(*_optimizer(s, tape))
     with tape.phase("rollout"):
         _rollout(s, tape)
     if recipe.needs_old_logps:
@@ -34,12 +36,15 @@ def play(recipe) -> Tape:
         with tape.phase("reference log-probs"):
             _score(s, tape, reference=True)
     earlier = _put(tape, shape.gradients(s)) if s.accumulates else []
+    before = _input_and_gradient(s, tape) if s.accumulates else []
     saved = _forward(s, tape)
+    tape.drop(*before)
     with tape.phase("backward"):
         _backward(s, tape, saved)
     tape.drop(*earlier)
+    kept = _input_and_gradient(s, tape)
     with tape.phase("optimizer"):
-        _optimizer(s, tape)
+        tape.drop(*kept, *_optimizer(s, tape))
     return tape
 
 
@@ -47,16 +52,25 @@ def _put(tape: Tape, terms: list[Term]) -> list[Tensor]:
     return [tape.make(term.category, term.what, *term.factors, count=term.count) for term in terms]
 
 
-def _optimizer(s: Shape, tape: Tape) -> None:
-    tape.drop(*_put(tape, shape.gradients(s)), *_put(tape, shape.stepping(s)))
+def _optimizer(s: Shape, tape: Tape) -> list[Tensor]:
+    return _put(tape, shape.gradients(s)) + _put(tape, shape.stepping(s))
+
+
+def _input_and_gradient(s: Shape, tape: Tape) -> list[Tensor]:
+    """Under checkpointed adapters the embedding's result is a leaf with a gradient; the last loss holds both."""
+    if not (s.lora and s.recipe.activation_checkpointing):
+        return []
+    return [tape.make("activations", "embedding's result and its gradient", s.B * s.T, s.h, s.w, count=2)]
 
 
 def _copies(s: Shape, tape: Tape, frozen: bool = False) -> list[Tensor]:
-    """Autocast's 16-bit copies of the layers' weights, kept to its end if they train."""
+    """Autocast's 16-bit copies of the float32 weights that train, kept to its end."""
+    if s.lora and s.recipe.autocast is not None and s.t != s.a and not frozen:
+        return [tape.make("activations", "16-bit copies of adapters", 2, count=s.trained)]
     if not s.cast or s.lora or frozen:
         return []
-    return [tape.make("activations", f"16-bit copy of {name}'s weight", *shape, 2, count=s.L)
-            for name, shape in s.linears.items()]  # fmt: skip
+    return [tape.make("activations", f"16-bit copy of {name}'s weight", *size, 2, count=s.L)
+            for name, size in s.linears.items()]  # fmt: skip
 
 
 # ---- generation (grpo/rollout.py) ---------------------------------------------------------------------------------
@@ -66,7 +80,7 @@ def _rollout(s: Shape, tape: Tape) -> None:
     recipe, rows = s.recipe, s.recipe.rollout_batch
     group = recipe.num_generations if rows % recipe.num_generations == 0 else 1
     copies = _copies(s, tape)
-    if copies:
+    if copies and not s.lora:
         copies.append(tape.make("activations", "16-bit copy of the head's weight", s.V, s.h, 2))
     _generate(s, tape, rows // group, s.P, 0)
     sizes = (s.w, s.w if s.nf4 else s.a)
@@ -81,13 +95,15 @@ def _rollout(s: Shape, tape: Tape) -> None:
 def _generate(s: Shape, tape: Tape, rows: int, length: int, past: int) -> None:
     """The last layer of a forward pass, beside the caches of the others."""
     sizes = (s.w, s.w if s.nf4 else s.a)
-    others = [tape.make("KV cache", "keys and values", rows, length + past, s.kv, size, count=s.L - 1) for size in sizes]
-    own = tuple(tape.make("KV cache", "a layer's keys or values", rows, past, s.kv, size) if past else None for size in sizes)
+    others = [tape.make("KV cache", "keys and values", rows, length + past, s.kv, size, count=s.L - 1)
+              for size in sizes]  # fmt: skip
+    own = tuple(tape.make("KV cache", "a layer's keys or values", rows, past, s.kv, size) if past else None
+                for size in sizes)  # fmt: skip
     layer = Layer(s, tape, rows, length, past=past)
     x = layer.activation("hidden states", s.h, s.w)
-    before = set(tape._alive)
+    before = len(tape.events)
     out = layer.forward(x, {}, own)
-    made = [tensor for key, tensor in tape._alive.items() if key not in before and tensor is not out]
+    made = [tensor for tensor in tape.since(before) if tensor is not out]
     tape.drop(x, out)
     copy = tape.make("temporaries", "16-bit copy of the head's weight", s.V, s.h, 2) if s.cast and s.lora else None
     tape.drop(tape.make("logits", "of the last token", rows, s.V, s.a), copy, *made, *others)
@@ -103,16 +119,15 @@ def _sample(s: Shape, tape: Tape, rows: int) -> None:
 
 
 def _score(s: Shape, tape: Tape, reference: bool = False) -> None:
-    frozen = reference and not s.lora
-    copies = _copies(s, tape, frozen)
-    layer = Layer(s, tape, s.B, s.T, adapted=not reference, frozen=frozen)
+    copies = _copies(s, tape, frozen=reference)
+    layer = Layer(s, tape, s.B, s.T, adapted=not reference, frozen=reference)
     x = layer.activation("hidden states", s.h, s.w)
     out = layer.forward(x, {})
     tape.drop(x)
     hidden = layer.norm(out, s.h, s.w, {}, "norm")
     tape.drop(out)
-    Head(s, tape).forward(hidden, {}, trained=False)
-    tape.drop(hidden, *copies)
+    Head(s, tape).forward({}, False, copies)
+    tape.drop(hidden)
 
 
 # ---- forward and backward ------------------------------------------------------------------------------------------
@@ -124,14 +139,14 @@ def _forward(s: Shape, tape: Tape) -> dict:
     with tape.phase("forward"):
         copies = _copies(s, tape)
         layer = Layer(s, tape, s.B, s.T, grad=not checkpointed)
-        saved: dict = {"others": [], "copies": copies}
+        saved: dict = {"others": [], "copies": [] if checkpointed else [tape.keep(copy) for copy in copies]}
         if checkpointed:
             saved["others"] = [tape.make("activations", "layers' inputs", layer.n, s.h, s.w, count=s.L - 1)]
         else:
             scratch: dict = {}
             trial = Layer(s, Tape(), s.B, s.T, grad=True)
             trial.forward(trial.activation("hidden states", s.h, s.w), scratch)
-            saved["others"] = [tape.make(t.term.category, t.term.what, *t.term.factors, count=s.L - 1)
+            saved["others"] = [tape.make(t.category, t.what, *t.factors, count=s.L - 1)
                                for t in {id(t): t for t in scratch.values()}.values()]  # fmt: skip
         x = layer.activation("layers' inputs" if checkpointed else "hidden states", s.h, s.w)
         saved["layer"] = {}
@@ -144,11 +159,8 @@ def _forward(s: Shape, tape: Tape) -> dict:
         tape.drop(out)
         if not s.lora and s.recipe.logits == "full":
             saved["head's input"] = tape.keep(hidden)
-        Head(s, tape).forward(hidden, saved, trained=True)
+        Head(s, tape).forward(saved, True, copies)
         tape.drop(hidden)
-        if checkpointed:
-            tape.drop(*copies)
-            saved["copies"] = []
     return saved
 
 
@@ -161,17 +173,25 @@ def _backward(s: Shape, tape: Tape, saved: dict) -> None:
         head = None
     layer = Layer(s, tape, s.B, s.T, grad=True)
     g = layer._norm_backward(g, layer.activation("gradient", s.h, s.w), saved, "norm")
+    # From the last layer to the first, graphs go and gradients come: the fullest moment is in one of the two.
+    gradients = [] if s.lora or s.accumulates else [t for t in shape.gradients(s) if t.factors[0] != s.V]
+    first = sum(t.blocks for t in gradients) > sum(t.bytes for t in saved["others"] + saved["copies"])
+    if first:
+        tape.drop(*saved["others"], *saved["copies"])
+        saved["copies"] = [tape.make(t.category, t.what, *t.factors) for t in saved["copies"]]
+        others = _put(tape, [t._replace(count=t.count - t.count // s.L) for t in gradients])
     if s.recipe.activation_checkpointing:
         copies = [] if not s.cast or s.lora else [
-            tape.make("activations", f"16-bit copy of {name}'s weight", *shape, 2) for name, shape in s.linears.items()]  # fmt: skip
+            tape.make("activations", f"16-bit copy of {name}'s weight", *size, 2)
+            for name, size in s.linears.items()]  # fmt: skip
         tape.drop(layer.forward(saved["x"], saved["layer"]))
         tape.drop(*copies)
-    before = set(tape._alive)
+    before = len(tape.events)
     g = layer.backward(g, saved["layer"])
-    gradients = [tensor for key, tensor in tape._alive.items() if key not in before and tensor is not g]
-    tape.drop(saved.pop("x", None), *saved["others"], *saved["copies"], *gradients)
+    own = [tensor for tensor in tape.since(before) if tensor is not g]
+    tape.drop(saved.pop("x", None), *saved["copies"], *own, *(others if first else saved["others"]))
     if not s.lora:
-        layers = [] if s.accumulates else _put(tape, [t for t in shape.gradients(s) if t.factors[0] != s.V])
+        layers = _put(tape, gradients)
         embedding_backward(s, tape, head)
         tape.drop(*layers)
     elif head is not None:

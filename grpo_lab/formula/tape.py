@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -35,9 +36,10 @@ class Term(NamedTuple):
     @property
     def blocks(self) -> int:
         """Bytes of the blocks that hold them."""
-        return self.count * prod(self.factors) + int(self.count * kept_beyond(prod(self.factors)))
+        return int(self.count * (prod(self.factors) + kept_beyond(prod(self.factors))))
 
 
+@lru_cache(4096)
 def kept_beyond(nbytes: int) -> float:
     """What a block keeps beyond such a tensor, on average: the allocator doesn't split off 1 MiB or less.
 
@@ -55,42 +57,57 @@ def kept_beyond(nbytes: int) -> float:
     return rest / many if rest <= MiB else 0.0
 
 
-class Moment(NamedTuple):
-    """What is alive together."""
-
-    bytes: int
-    terms: tuple[Term, ...]
-
-
 class Tensor:
     """Alive as long as somebody uses it: a name in a function, or the graph that a backward pass needs."""
 
-    __slots__ = ("term", "bytes", "uses")
+    __slots__ = ("category", "what", "factors", "count", "bytes", "uses")
 
-    def __init__(self, term: Term) -> None:
-        self.term, self.bytes, self.uses = term, term.blocks, 1
+    def __init__(self, category: str, what: str, factors: tuple[int, ...], count: int) -> None:
+        self.category, self.what, self.factors, self.count, self.uses = category, what, factors, count, 1
+        each = prod(factors)
+        self.bytes = count * each if each <= MiB else int(count * (each + kept_beyond(each)))
+
+    @property
+    def term(self) -> Term:
+        return Term(self.category, self.what, self.factors, self.count)
+
+
+class Moment:
+    """What is alive together after so many events of a tape: ``bytes``, and the ``terms``, told on demand."""
+
+    def __init__(self, nbytes: int, events: list[Tensor], count: int) -> None:
+        self.bytes, self._events, self._count = nbytes, events, count
+
+    @cached_property
+    def terms(self) -> tuple[Term, ...]:
+        alive: dict[int, Tensor] = {}
+        for tensor in self._events[: self._count]:  # the first time it is made, the second it is gone
+            if alive.pop(id(tensor), None) is None:
+                alive[id(tensor)] = tensor
+        return tuple(tensor.term for tensor in alive.values())
 
 
 class Tape:
     def __init__(self) -> None:
         self.bytes, self.peaks = 0, {}
-        self._alive: dict[int, Tensor] = {}
-        self._phase: str | None = None
+        self.events: list[Tensor] = []
+        self._most, self._fullest = float("inf"), 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What is made inside belongs to this phase, whose peak is at least what is alive at its start."""
-        self._phase = name
-        self._look()
+        self._most, self._fullest = self.bytes, len(self.events)
         yield
-        self._phase = None
+        self.peaks[name] = Moment(self._most, self.events, self._fullest)
+        self._most = float("inf")
 
     def make(self, category: str, what: str, *factors: int, count: int = 1) -> Tensor:
         """A new tensor (or ``count`` alike), with one user: whoever asked for it."""
-        tensor = Tensor(Term(category, what, factors, count))
-        self._alive[id(tensor)] = tensor
+        tensor = Tensor(category, what, factors, count)
+        self.events.append(tensor)
         self.bytes += tensor.bytes
-        self._look()
+        if self.bytes > self._most:
+            self._most, self._fullest = self.bytes, len(self.events)
         return tensor
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -104,10 +121,13 @@ class Tape:
             if tensor is not None:
                 tensor.uses -= 1
                 if not tensor.uses:
-                    del self._alive[id(tensor)]
+                    self.events.append(tensor)
                     self.bytes -= tensor.bytes
 
-    def _look(self) -> None:
-        name = self._phase
-        if name is not None and (name not in self.peaks or self.bytes > self.peaks[name].bytes):
-            self.peaks[name] = Moment(self.bytes, tuple(tensor.term for tensor in self._alive.values()))
+    def since(self, count: int) -> list[Tensor]:
+        """What was made after the first ``count`` events and is alive."""
+        alive: dict[int, Tensor] = {}
+        for tensor in self.events[count:]:
+            if alive.pop(id(tensor), None) is None and tensor.uses:
+                alive[id(tensor)] = tensor
+        return list(alive.values())

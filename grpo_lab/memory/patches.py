@@ -12,13 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 @contextmanager
-def cuda_choices(move_in, foreach: bool = True):
-    """``move_in(module)`` puts real weights onto the virtual card. Inside, optimizers and gradient clipping take foreach kernels as on CUDA, transformers builds its attention mask
-    only where it would on the card, autocast for "cuda" is autocast, and modules may be moved to "cuda"."""
+def cuda_choices(move_in, kernels: str = "cuda"):
+    """Inside, transformers builds its attention mask only where it would on the card, autocast for "cuda" is autocast,
+    and modules may be moved to "cuda": ``move_in(module)`` puts real weights onto the virtual card. With the card's
+    ``kernels``, optimizers and gradient clipping take the foreach ones, and autocast is CUDA's for who asks."""
     with ExitStack() as stack:
         patch = lambda target, name, new: stack.enter_context(mock.patch.object(target, name, new))  # noqa: E731
-        if foreach:
+        if kernels == "cuda":
             _foreach(patch)
+            _autocast(patch)
         _masks(patch)
         _moves(patch, move_in)
         _ends(patch)
@@ -60,6 +62,18 @@ def _foreach(patch) -> None:
     if not hasattr(clip_grad, "_has_foreach_support"):
         raise RuntimeError("torch.nn.utils.clip_grad no longer asks _has_foreach_support: grpo_lab needs an update")
     patch(clip_grad, "_has_foreach_support", lambda tensors, device: True)
+
+
+def _autocast(patch) -> None:
+    """Without a device these ask about CUDA; peft/tuners/lora/bnb.py casts its inputs where the answer is no."""
+    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def here(device_type: str) -> str:
+        return "cpu" if device_type == "cuda" and enabled("cpu") else device_type
+
+    patch(torch, "is_autocast_enabled", lambda device_type="cuda": enabled(here(device_type)))
+    patch(torch, "get_autocast_dtype", lambda device_type: dtype(here(device_type)))
+    patch(torch, "get_autocast_gpu_dtype", lambda: dtype(here("cuda")))
 
 
 def _masks(patch) -> None:

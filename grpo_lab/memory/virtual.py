@@ -74,7 +74,7 @@ class VirtualGPU:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.ledger.run = Memo(self.fake)
         self._stack.enter_context(cuda_api(self.ledger.allocator, self.card))
-        self._stack.enter_context(cuda_choices(self._move_in, foreach=self.kernels == "cuda"))
+        self._stack.enter_context(cuda_choices(self._move_in, self.kernels))
         self._stack.enter_context(kv_cache_known(self.ledger))
         self._stack.enter_context(self.fake)
         self._stack.enter_context(self.ledger)
