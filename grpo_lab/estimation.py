@@ -119,8 +119,8 @@ class Estimate:
     def __str__(self) -> str:
         owners = ", ".join(f"{name} {size / GiB:.2f}" for name, size in list(self.by_category().items())[:4])
         return (f"estimated on {self.card}: peak {human(self.peak_allocated)} allocated in phase "
-                f"{self.peak_phase!r}, about {human(self.peak_reserved)} reserved, of {human(self.budget)}: {self._verdict}\n"
-                f"at the peak (GiB): {owners}")  # fmt: skip
+                f"{self.peak_phase!r}, about {human(self.peak_reserved)} reserved, of {human(self.budget)}: "
+                f"{self._verdict}\nat the peak (GiB): {owners}")  # fmt: skip
 
     __repr__ = __str__
 

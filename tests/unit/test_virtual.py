@@ -52,6 +52,18 @@ def test_cuda_means_the_virtual_card():
     assert gpu.report().peak_allocated > 0
 
 
+def test_who_asks_whether_autocast_is_on_hears_cuda_s_answer():
+    """PEFT's 4-bit layers asked, heard no, and cast their inputs to float32: a step came out 10 % too large."""
+    with VirtualGPU("RTX 3090"):
+        assert not torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is torch.float16
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") is torch.get_autocast_gpu_dtype() is torch.bfloat16
+        assert not torch.is_autocast_enabled()
+    with VirtualGPU("RTX 3090", kernels="cpu"), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.is_autocast_enabled()                  # a CPU's own answer
+
+
 def test_values_read_as_stated():
     with VirtualGPU("T4"):
         x = torch.rand(3)
