@@ -190,11 +190,13 @@ def _needed(start: Recipe, chosen: list[tuple[int, Change]], budget: int) -> lis
 
 
 def _joined(chosen: list[tuple[int, Change]]) -> list[Change]:
-    """Several steps of one rung as one change."""
+    """Several steps of one rung as one change; without those that a later one makes void."""
     changes: dict[int, Change] = {}
     for index, change in chosen:
         changes[index] = joined(changes[index], change) if index in changes else change
-    return list(changes.values())
+    told = list(changes.values())
+    later = [{name for change in told[i + 1 :] for name in change.fields} for i in range(len(told))]
+    return [change for change, after in zip(told, later, strict=True) if set(change.fields) - after]
 
 
 def _all(start: Recipe, changes: list[Change]) -> Recipe | None:

@@ -16,16 +16,18 @@ import re
 
 from .segments import round_up, segment_size
 
-# Name -> its place in the message (PyTorch 2.1 and later). Other processes on the card are listed before or after
-# this one ("Process 123 has ... memory in use"); "allowed" is there only under a memory fraction.
+# Name -> its places in the message. PyTorch 2.1 and later (2.1 writes "capacty"); then 2.0 and XPU: "(GPU 0; 15.73 GiB
+# total capacity; 9.90 GiB already allocated; ..."; then MPS. "allowed" is there only under a memory fraction.
 PLACES = {
-    "requested": r"(?:Tried to allocate|Requested size:) ([\d.]+ \w+)",
-    "capacity": r"total capacity of ([\d.]+ \w+)",
-    "free": r"of which ([\d.]+ \w+) is free",
-    "in_use": r"this process has ([\d.]+ \w+) memory in use",
-    "allowed": r"([\d.]+ \w+) allowed;",
-    "allocated": r"Of the allocated memory ([\d.]+ \w+) is allocated",
-    "unallocated": r"and ([\d.]+ \w+) is reserved by PyTorch but unallocated",
+    "requested": (r"(?:[Tt]ried to allocate|Requested size:) ([\d.]+ \w+)",),
+    "capacity": (r"total capaci?ty of ([\d.]+ \w+)", r"([\d.]+ \w+) total capacity"),
+    "free": (r"of which ([\d.]+ \w+) is free", r"([\d.]+ \w+) free;"),
+    "in_use": (r"this process has ([\d.]+ \w+) memory in use",),
+    "allowed": (r"([\d.]+ \w+) allowed;", r"max allowed: ([\d.]+ \w+)"),
+    "allocated": (r"Of the allocated memory ([\d.]+ \w+) is allocated", r"([\d.]+ \w+) already allocated",
+                  r"MPS allocated: ([\d.]+ \w+)"),
+    "unallocated": (r"and ([\d.]+ \w+) is reserved by PyTorch but unallocated",),
+    "reserved": (r"([\d.]+ \w+) reserved in total by PyTorch",),
 }
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -61,8 +63,25 @@ def parse(message: str) -> dict[str, int | None]:
     >>> parse("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")["requested"]
     20971520
     """
-    found = {name: re.search(place, message) for name, place in PLACES.items()}
-    return {name: match and _bytes(match[1]) for name, match in found.items()}
+    found: dict[str, int | None] = {}
+    for name, places in PLACES.items():
+        match = next(filter(None, (re.search(place, message) for place in places)), None)
+        found[name] = match and _bytes(match[1])
+    allocated, unallocated, reserved = (found[name] for name in ("allocated", "unallocated", "reserved"))
+    if reserved is None and unallocated is not None and allocated is not None:
+        found["reserved"] = allocated + unallocated
+    if unallocated is None and reserved is not None and allocated is not None:
+        found["unallocated"] = max(0, reserved - allocated)
+    return found
+
+
+def other_processes(message: str) -> int:
+    """Bytes that other processes had in use, as far as the message names them.
+
+    >>> other_processes("Process 7 has 1.00 GiB memory in use. Process 8 has 512.00 MiB memory in use. Of the ...") // 2**20
+    1536
+    """
+    return sum(_bytes(words) or 0 for words in re.findall(r"Process \d+ has ([\d.]+ \w+) memory in use", message))
 
 
 def size(nbytes: int) -> str:

@@ -41,7 +41,7 @@ class oom_guard:  # noqa: N801 - used as a function
     """
 
     message: str | None = None
-    requested = capacity = free = in_use = allowed = allocated = unallocated = None
+    requested = capacity = free = in_use = allowed = allocated = unallocated = reserved = None
 
     def __enter__(self) -> oom_guard:
         return self

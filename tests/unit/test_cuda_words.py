@@ -33,10 +33,28 @@ FROM_ROCM = ("HIP out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total c
 def test_messages_from_real_cards_are_read():
     assert parse(FROM_TRL) == {
         "requested": round(2.6 * GiB), "capacity": round(14.74 * GiB), "free": round(2.44 * GiB), "in_use": None,
-        "allowed": None, "allocated": round(7.85 * GiB), "unallocated": round(86.9 * MiB)}
+        "allowed": None, "allocated": round(7.85 * GiB), "unallocated": round(86.9 * MiB),
+        "reserved": round(7.85 * GiB) + round(86.9 * MiB)}
     assert parse(FROM_KOHYA)["in_use"] == round(22.27 * GiB)
     assert (parse(FROM_ROCM)["allowed"], parse(FROM_ROCM)["unallocated"]) == (round(1.05 * GiB), round(54.99 * MiB))
     assert not any(parse("something else").values())
+
+
+@pytest.mark.parametrize("message, expected", [
+    ("CUDA out of memory. Tried to allocate 1.20 GiB (GPU 0; 15.73 GiB total capacity; 9.90 GiB already allocated; 317.19 "
+     "MiB free; 14.92 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory try setting",
+     {"requested": 1.2, "capacity": 15.73, "allocated": 9.9, "free": 317.19 / 1024, "reserved": 14.92,
+      "unallocated": 14.92 - 9.9}),
+    ("CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacty of 15.73 GiB of which 1.50 GiB is free.",
+     {"requested": 1.2, "capacity": 15.73, "free": 1.5, "reserved": None}),
+    ("MPS backend out of memory (MPS allocated: 17.65 GiB, other allocations: 1.31 GiB, max allowed: 18.13 GiB). Tried to "
+     "allocate 0.49 GiB on private pool.", {"requested": 0.49, "allocated": 17.65, "allowed": 18.13}),
+], ids=["2.0", "2.1", "MPS"])
+def test_older_and_other_words(message, expected):
+    """2.0 writes all in parentheses, 2.1 misspells "capacity", and Apple's backend has its own sentence."""
+    found = parse(message)
+    for name, value in expected.items():
+        assert found[name] is value is None or found[name] == pytest.approx(value * GiB, abs=4)
 
 
 # Written by PyTorch 2.13.0's own allocator, over a stand-in of CUDA's driver (scripts/record_allocator), for a card of
@@ -80,7 +98,8 @@ def test_a_refusal_of_the_replica_in_words():
         allocator.allocate(59 * MiB)
     read = parse(cuda_message(vars(error.value), budget=100 * MiB, context=20 * MiB))
     assert read == {"requested": 60 * MiB, "capacity": 120 * MiB, "free": 98 * MiB, "in_use": 22 * MiB,
-                    "allowed": 60 * MiB, "allocated": kept.size, "unallocated": 2 * MiB}   # less 512 B, in two digits
+                    "allowed": 60 * MiB, "allocated": kept.size, "unallocated": 2 * MiB,    # less 512 B, in two digits
+                    "reserved": kept.size + 2 * MiB}
 
 
 @pytest.mark.parametrize(("nbytes", "words"), [
