@@ -26,7 +26,7 @@ GiB, MiB = 2**30, 2**20
 # Reserved over allocated. The allocator takes whole segments and keeps what is freed; free blocks between used ones
 # can't be given back. How much depends on the order of events, which no formula knows: the median over the recipes of
 # scripts/bench_estimate.py, which prints it with its spread. Short of memory, wholly free segments go back first.
-RESERVED_MARGIN = 0.045
+RESERVED_MARGIN = 0.05
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,38 @@
+"""The lines that make TRL and PEFT do what a recipe says, as text: without importing either.
+
+>>> from grpo_lab.recipe import Recipe
+>>> print(trl_lines(Recipe(lora_rank=16)).splitlines()[-1])
+peft_config = LoraConfig(r=16, lora_alpha=32, target_modules='all-linear', task_type="CAUSAL_LM")
+"""
+
+from __future__ import annotations
+
+from ._trl import SAME
+from .recipe import Recipe
+
+
+def trl_lines(recipe: Recipe) -> str:
+    """Python that builds the `GRPOConfig` and `LoraConfig` of ``recipe.to_trl()``, ready to copy."""
+    head, init = ["from trl import GRPOConfig"], f'"dtype": "{recipe.dtype}", '
+    init += f'"attn_implementation": "{recipe.attn_implementation}"'
+    if recipe.lora_rank is not None:
+        head.insert(0, "from peft import LoraConfig")
+    before = []
+    if recipe.quantization is not None:
+        head = ["import torch", *head, "from transformers import BitsAndBytesConfig"]
+        before = ["nf4 = BitsAndBytesConfig(", '    load_in_4bit=True, bnb_4bit_quant_type="nf4",',
+                  f"    bnb_4bit_use_double_quant={recipe.quantization == 'nf4_double'},",
+                  f"    bnb_4bit_compute_dtype=torch.{recipe.autocast or recipe.dtype},", ")"]  # fmt: skip
+        init += ', "quantization_config": nf4'
+    fields = {name: getattr(recipe, name) for name in SAME} | {
+        "steps_per_generation": recipe.steps_per_generation, "bf16": recipe.autocast == "bfloat16",
+        "fp16": recipe.autocast == "float16", "gradient_checkpointing": recipe.activation_checkpointing,
+    }  # fmt: skip
+    body = [f"    {name}={value!r}," for name, value in fields.items() if value is not None]
+    body += ['    gradient_checkpointing_kwargs={"use_reentrant": False},', f"    model_init_kwargs={{{init}}},"]
+    after = []
+    if recipe.lora_rank is not None:
+        targets = recipe.lora_targets if isinstance(recipe.lora_targets, str) else list(recipe.lora_targets)
+        after = [f"peft_config = LoraConfig(r={recipe.lora_rank}, lora_alpha={recipe.lora_alpha}, "
+                 f'target_modules={targets!r}, task_type="CAUSAL_LM")']  # fmt: skip
+    return "\n".join([*head, "", *before, 'args = GRPOConfig(', '    output_dir="grpo_lab_runs",', *body, ")", *after])
