@@ -43,7 +43,8 @@ CHOSEN: dict[str, tuple[str, list[Any]]] = {
 }
 LENGTHS = {"max_prompt_length": ("prompt tokens", 16, 4096, 16), "max_completion_length": ("completion tokens", 64, 8192, 64)}
 ORDER = ["model", "gpu", "num_generations", "max_prompt_length", "max_completion_length", *list(CHOSEN)[3:]]
-WORDS = {None: "none", True: "on", False: "off"}
+NONE = "none"  # a Dropdown takes the value None for no choice at all
+WORDS = {True: "on", False: "off"}
 
 
 def explore(recipe: Recipe | None = None) -> Explorer:
@@ -90,7 +91,8 @@ class Explorer:
 
     def _on_change(self, _: Any = None) -> None:
         try:
-            recipe = self.start.replace(**{name: control.value for name, control in self.controls.items()})
+            fields = {name: control.value for name, control in self.controls.items()}
+            recipe = self.start.replace(**{k: None if v == NONE else v for k, v in fields.items()})
             _estimate(recipe)
         except (ValueError, TypeError, NotImplementedError) as error:
             self.problem = str(error)
@@ -195,15 +197,17 @@ class Explorer:
 
 
 def _control(name: str, value: Any) -> widgets.Widget:
-    style, layout = {"description_width": "115px"}, widgets.Layout(width="auto")
+    style, layout = {"description_width": "130px"}, widgets.Layout(width="auto")
     if name in LENGTHS:
         label, low, high, step = LENGTHS[name]
         return widgets.IntSlider(value=value, min=min(low, value), max=max(high, value), step=step, description=label,
                                  tooltip=label, style=style, layout=layout, continuous_update=True)  # fmt: skip
     label, options = CHOSEN[name]
+    options = [NONE if option is None else option for option in options]
+    value = NONE if value is None else value
     if value not in options:
-        options = [*options, value]
-    shown = [(WORDS[option] if option is None or isinstance(option, bool) else str(option), option) for option in options]
+        options.append(value)
+    shown = [(WORDS[option] if isinstance(option, bool) else str(option), option) for option in options]
     return widgets.Dropdown(options=shown, value=value, description=label, tooltip=label, style=style, layout=layout)
 
 

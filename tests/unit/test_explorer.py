@@ -22,7 +22,7 @@ def test_a_moved_control_is_another_recipe_and_everything_follows():
     verdict, picture_, table, lines = (part.value for part in (made._verdict, made._picture, made._table, made._lines))
     assert "It fits" in verdict and "of 7.58 GiB" in verdict
     made.controls["max_completion_length"].value = 8192
-    made.controls["lora_rank"].value = None
+    made.controls["lora_rank"].value = "none"
     assert made.recipe == LAPTOP.replace(max_completion_length=8192, lora_rank=None)
     assert "It does not fit" in made._verdict.value and "max_completion_length=8192" in made._lines.value
     assert "LoraConfig" in lines and "LoraConfig" not in made._lines.value
@@ -32,7 +32,7 @@ def test_a_moved_control_is_another_recipe_and_everything_follows():
 def test_an_impossible_position_explains_itself_and_keeps_the_last_picture():
     made = explore(LAPTOP.replace(quantization="nf4"))
     before = made._picture.value
-    made.controls["lora_rank"].value = None
+    made.controls["lora_rank"].value = "none"
     assert "nothing to train" in made.problem and "don&#x27;t go together" in made._verdict.value
     assert made._picture.value == before and made.estimate is None
     made.controls["lora_rank"].value = 8
