@@ -2,6 +2,7 @@
 # make test       set up once, then run every test: unit, doctests, notebooks, browser
 # make notebooks  execute the notebooks again and store their outputs
 # make pictures   draw the README's picture again
+# make screenshot take the README's picture of the sliders again, in a real browser
 # make truth      published measurements of real cards beside the virtual card's figures (some minutes)
 # make bench      how fast the instrument is, beside PyTorch's own
 # make card       measure this machine's CUDA card beside its prediction, and keep the result as data
@@ -26,7 +27,7 @@ XDIST = -n $(WORKERS) --dist loadfile
 ROOT_ARGS := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 
 .DELETE_ON_ERROR:
-.PHONY: lab test test-unit test-notebooks test-browser notebooks pictures truth bench card clean
+.PHONY: lab test test-unit test-notebooks test-browser notebooks pictures truth bench card screenshot clean
 
 lab: $(LAB)
 	$(BIN)/jupyter lab $(ROOT_ARGS) --ServerApp.root_dir="$(CURDIR)/notebooks" \
@@ -55,6 +56,9 @@ bench: $(LAB)
 
 card: $(LAB)
 	$(BIN)/python scripts/measure_card.py
+
+screenshot: $(TEST)
+	SCREENSHOT="$(CURDIR)/docs/explorer.png" $(BIN)/python -m pytest tests/browser/test_explorer.py
 
 pictures: $(LAB)
 	$(BIN)/python scripts/make_pictures.py

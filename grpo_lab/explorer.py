@@ -167,7 +167,7 @@ class Explorer:
         body = "".join(f"<tr><td>{escape(name)}</td><td>{human(now)}</td>"
                        + (f"<td>{human(before)}</td>" if before is not None else "") + "</tr>"
                        for name, (now, before) in rows.items())  # fmt: skip
-        return f'<table style="text-align:right;border-spacing:8px 2px">{head}{body}</table>'
+        return f'<table style="text-align:right;border-spacing:8px 1px;white-space:nowrap;line-height:1.3">{head}{body}</table>'
 
     def static_html(self) -> str:
         """For where no kernel runs."""
@@ -238,7 +238,7 @@ def most_that_fits(recipe: Recipe) -> dict[str, Any]:
 def most_html(recipe: Recipe) -> str:
     items = "".join(f"<li>{name}: <b>{'none' if value is None else f'{value:,}' if isinstance(value, int) else escape(value)}"
                     "</b></li>" for name, value in most_that_fits(recipe).items())  # fmt: skip
-    return f"<div>The most that would fit, each alone:<ul style='margin:0'>{items}</ul></div>"
+    return f"<div style='line-height:1.4'>The most that would fit, each alone:<ul style='margin:0'>{items}</ul></div>"
 
 
 def lines_html(recipe: Recipe) -> str:

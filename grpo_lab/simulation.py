@@ -10,6 +10,8 @@ Both run the code of :mod:`grpo_lab.grpo` that `train` runs, on a batch of the r
 from __future__ import annotations
 
 import copy
+import platform
+import warnings
 from types import SimpleNamespace
 
 import torch
@@ -64,12 +66,16 @@ def measure(recipe: Recipe, model=None, *, steps: int | None = None) -> MemoryRe
 
     ``model`` None loads the recipe's weights (``"tiny"``, ``"SmolLM2-135M"``, a folder, a hub id); only memory is
     looked at, so any weights of that architecture serve. On Windows a driver may spill into the host's memory instead
-    of failing: a run without an error is then no proof that it fits.
+    of failing: a warning says so, for a run without an error is then no proof that it fits.
     """
     if model is None:
         from . import models
         from ._trl import model_init_kwargs
         model, _ = models.load(recipe.model, **model_init_kwargs(recipe))
+    if torch.cuda.is_available() and spills(platform.system(), platform.release()):
+        warnings.warn("on Windows and WSL a driver may spill into the computer's memory instead of failing: that this runs "
+                      f"is no proof that it fits. The card leaves {recipe.card.budget:,} bytes to PyTorch; cap it with "
+                      "torch.cuda.set_per_process_memory_fraction to be sure.", stacklevel=2)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     reference = copy.deepcopy(model).requires_grad_(False) if recipe.needs_reference else None
     with track(existing=False) as memory:
@@ -78,6 +84,15 @@ def measure(recipe: Recipe, model=None, *, steps: int | None = None) -> MemoryRe
             memory.watch(reference, "reference model")
         _steps(recipe, model, reference, memory.phase, steps)
     return memory.report()
+
+
+def spills(system: str, release: str) -> bool:
+    """Whether a driver there may use host memory for a card's ("sysmem fallback", NVIDIA driver 536.40 and later).
+
+    >>> spills("Linux", "6.8.0-generic"), spills("Linux", "5.15.90.1-microsoft-standard-WSL2"), spills("Windows", "11")
+    (False, True, True)
+    """
+    return system == "Windows" or "microsoft" in release.lower()
 
 
 def _steps(recipe, model, reference, phase, steps: int | None, skip: bool = False) -> None:

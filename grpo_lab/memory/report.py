@@ -83,6 +83,15 @@ class MemoryReport:
         """Whether it ran within the budget (without a budget, always)."""
         return self.oom is None
 
+    @property
+    def nvidia_smi(self) -> int:
+        """What `nvidia-smi` would show for the process at the peak: reserved bytes and the context, and no tensors.
+
+        The caching allocator keeps what it once reserved, so that this figure doesn't fall with shorter inputs; an engine
+        beside the trainer (vLLM) that takes a fixed share of the card doesn't move at all.
+        """
+        return self.peak_reserved + self.context
+
     def raise_if_oom(self) -> MemoryReport:
         """Raises ``torch.OutOfMemoryError`` in the card's own words if it ran out; otherwise returns the report."""
         if self.oom is not None:

@@ -1,6 +1,8 @@
 """The explorer in JupyterLab: moved by keyboard, read as a screen reader reads it."""
 
+import os
 import re
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -35,20 +37,22 @@ def test_sliders_move_by_keyboard_and_bar_verdict_and_lines_follow(open_notebook
     page.keyboard.press("ArrowRight")
     expect(lines).to_contain_text("max_completion_length=1088", timeout=15_000)
     assert page.locator(".jp-OutputArea svg[role=img]").first.get_attribute("aria-label") != before
+    pin = page.get_by_role("button", name="pin this")
+    pin.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="unpin")).to_be_visible(timeout=10_000)
     rank = page.get_by_label("LoRA rank").first
     expect(rank).to_have_value("16")
     rank.focus()
     page.keyboard.press("Home")                                 # none: every weight is trained
     expect(verdict).to_contain_text("It does not fit", timeout=15_000)
     expect(lines).not_to_contain_text("LoraConfig")
-    page.screenshot(path=tmp_path / "explorer.png")
-    assert (tmp_path / "explorer.png").stat().st_size > 20_000
-    pin = page.get_by_role("button", name="pin this")
-    pin.focus()
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("button", name="unpin")).to_be_visible(timeout=10_000)
+    seen = page.locator(".jp-OutputArea .widget-vbox").first
+    shot = Path(os.environ.get("SCREENSHOT") or tmp_path / "explorer.png")     # make screenshot: the README's
+    box = seen.bounding_box()
+    page.screenshot(path=shot, clip={"x": box["x"], "y": box["y"], "width": box["width"], "height": 600})
+    assert shot.stat().st_size > 20_000
     quantized = page.get_by_label("quantization").first
     quantized.select_option("nf4")
     expect(verdict).to_contain_text(re.compile("don.t go together.*nothing to train"), timeout=15_000)
-    width = page.locator(".jp-OutputArea .widget-vbox").first.bounding_box()["width"]
-    assert width <= 960
+    assert seen.bounding_box()["width"] <= 960
