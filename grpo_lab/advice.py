@@ -12,13 +12,13 @@ comes last and says so. Of the changes found, those that turn out not to be need
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from . import gpus
+from ._advice_text import prose
 from ._ladder import FREE, RUNGS, Change, joined
 from .estimation import Estimate, estimate, human, reserved
 from .recipe import Recipe
@@ -80,7 +80,7 @@ class Advice:
     @cached_property
     def text(self) -> str:
         """The same as prose."""
-        return "\n".join(_prose(self))
+        return "\n".join(prose(self))
 
     def __str__(self) -> str:
         return self.text
@@ -293,56 +293,3 @@ def longest_completion(recipe: Recipe, budget: int | None = None) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-# ---- in words -------------------------------------------------------------------------------------------------------
-
-
-def _prose(advice: Advice) -> Iterator[str]:
-    start, before = advice.start, estimate(advice.start)
-    card = f"{start.card.name} ({human(start.card.budget)} for PyTorch)"
-    batches = (f"micro-batch {start.per_device_train_batch_size}, accumulation {start.gradient_accumulation_steps}, "
-               f"generation batch {start.generation_batch_size}, rollout batch {start.rollout_batch}")  # fmt: skip
-    if advice.recipe is None:
-        yield (f"{start.model} on {card} with {batches}: does not fit, and nothing that was tried makes it fit. It needs "
-               f"about {human(before.peak_reserved)} as it is; the leanest version found needs {human(advice.least)}.")  # fmt: skip
-        yield _larger_card(advice.least)
-        return
-    if not advice.taken:
-        yield f"{start.model} on {card} with {batches}: fits, about {human(before.peak_reserved)} reserved."
-        if advice.room:
-            yield "There is room for one of these:"
-            yield from (f"- {what} (about {human(estimate(r).peak_reserved)} reserved)" for what, r in advice.room)
-        if advice.free:
-            yield "For more room, at no cost, one after the other:"
-            yield from (f"- {t.change.what}: {human(t.before - t.after)} less at the peak. {t.change.trl}"
-                        for t in advice.free)  # fmt: skip
-        yield _checked(advice)
-        return
-    yield (f"{start.model} on {card} with {batches}: does not fit, about {human(before.peak_reserved)} reserved in phase "
-           f"{before.peak_phase!r}. {len(advice.taken)} change{'s' * (len(advice.taken) > 1)}, in this order:")  # fmt: skip
-    for number, taken in enumerate(advice.taken, 1):
-        saved = taken.before - taken.after
-        how = f"saves {human(saved)} at the peak" if saved > 0 else "saves nothing alone, but is needed with the rest"
-        yield f"{number}. {taken.change.what}: {how}. {taken.change.cost}. {taken.change.trl}. ({taken.change.why})"
-    if advice.changes_task:
-        yield "Careful: this changes what you asked for. Cheaper changes alone did not suffice."
-    yield _checked(advice)
-
-
-def _checked(advice: Advice) -> str:
-    if advice.verified is None:
-        found = estimate(advice.recipe)
-        return f"Estimated with these: about {human(found.peak_reserved)} reserved (not simulated)."
-    report = advice.verified
-    return (f"Simulated with these: {human(report.peak_allocated)} allocated, {human(report.peak_reserved)} reserved at the "
-            f"peak: fits.")  # fmt: skip
-
-
-def _larger_card(least: int) -> str:
-    cards = [gpus.get(name) for name in gpus.names()]
-    enough = [card for card in cards if card.budget >= least]
-    if not enough:
-        return "No card that grpo_lab knows has as much."
-    card = min(enough, key=lambda card: card.budget)
-    return f"The smallest card that would do is {card.name}, with {human(card.budget)} for PyTorch."

@@ -7,21 +7,25 @@
 
 Each field of a recipe is an option (``--max-completion-length 512``, or with underscores). A bare ``--model X`` stands
 for the baseline with that model: what one writes first, everything in float32; ``--preset`` begins elsewhere. Exit code
-0: it fits (or did what was asked); 1: it doesn't fit; 2: the question can't be understood. ``--json`` is for programs.
+0: it fits (or did what was asked); 1: it doesn't fit, or a text given to ``diagnose`` isn't about memory; 2: the question
+can't be understood; 130: Ctrl-C. ``--json`` is for programs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _rules, gpus, models
+from ._names import nearest
 from .estimation import estimate, human
 from .recipe import PRESETS, TRAIN_KEYWORDS, Recipe
 
@@ -34,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     try:
         options = _parser().parse_args(argv)
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # `| head` has seen enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the interpreter's own last flush
         return FITS
@@ -49,8 +55,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse's, but an error is one sentence, without the usage before it, and names the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        if message.startswith("unrecognized arguments: --"):
+            given = message.split()[2].partition("=")[0]
+            close = nearest(given, known, n=1)
+            message = f"there is no option {given}" + (f"; did you mean {close[0]}?" if close else "")
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Here, not at the top, for there the command's options aren't known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("grpo-lab", description=__doc__.split("\n\n", 1)[1], allow_abbrev=False,
+    parser = _Parser("grpo-lab", description=__doc__.split("\n\n", 1)[1], allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (run, text, takes_recipe) in COMMANDS.items():
@@ -64,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "advise":
             command.add_argument("--no-verify", action="store_true", help="don't check the answer with the instrument")
         if name == "diagnose":
-            command.add_argument("message", nargs="?", help="a file, or the text itself; without it standard input is read")
+            command.add_argument("message", nargs="*", help="a file, or the text itself; without it, or with -, standard input")
         if name == "train":
             command.add_argument("--out", type=Path, help="write the history to this file, as CSV")
     return parser
@@ -168,20 +193,30 @@ def _diagnose(options: argparse.Namespace) -> int:
 
     named = options.preset or any(hasattr(options, name) for name in _FIELDS)
     found = diagnose(_message(options.message), _recipe(options, "baseline") if named else None)
+    understood = found.kind != "not an out-of-memory error"
     if options.json:
         return _print_json({"kind": found.kind, "numbers": found.numbers, "other_processes": found.others,
                             "candidates": [{"what": c.what, "factors": c.factors, "bytes": c.bytes}
-                                           for c in found.candidates], "advice": found.advice}, True)  # fmt: skip
+                                           for c in found.candidates], "notes": found.notes,
+                            "advice": found.advice}, understood)  # fmt: skip
     print(found)
-    return FITS
+    return FITS if understood else DOES_NOT_FIT
 
 
-def _message(given: str | None) -> str:
-    if given is None:
+def _message(given: list[str]) -> str:
+    if given in ([], ["-"]):
+        if sys.stdin.isatty():
+            print("paste the message, then press Ctrl-D (Ctrl-Z and Enter on Windows):", file=sys.stderr)
         return sys.stdin.read()
-    path = Path(given)
-    is_file = len(given) < 200 and "\n" not in given and path.is_file()
-    return path.read_text(encoding="utf-8", errors="replace") if is_file else given
+    text = " ".join(given)
+    path = Path(text)
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # too long for a name, or no name at all
+        is_file = False
+    if not is_file and len(given) == 1 and text and not any(letter.isspace() for letter in text):
+        raise ValueError(f"there is no file {text!r}; a message has more than one word")
+    return path.read_text(encoding="utf-8", errors="replace") if is_file else text
 
 
 def _cards(options: argparse.Namespace) -> int:
@@ -206,22 +241,38 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    recipe = _recipe(options, "tiny")
-    if options.out is not None and not options.out.parent.is_dir():
-        raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
+    recipe, out = _recipe(options, "tiny"), options.out
+    if out is not None and out.is_dir():
+        raise ValueError(f"--out {out}: this is a folder; give a file's name")
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}")
     from .grpo.train import train
 
     keywords = TRAIN_KEYWORDS.get(options.preset or "tiny", {})
-    _, history = train(recipe, **keywords)
-    if options.out is not None:
-        aside = options.out.with_name(options.out.name + ".part")  # a file is whole or not there
-        history.to_csv(aside, index=False)
-        os.replace(aside, options.out)
-    last = history.iloc[-1]
+    with contextlib.redirect_stdout(sys.stderr):  # what it will cost, then the progress; the result alone is the output
+        _, history = train(recipe, **keywords)
+    if out is not None:
+        _write(history, out)
     if options.json:
-        return _print_json({"steps": len(history), "last": {k: float(v) for k, v in last.items()}}, True)
-    print(history.tail(5).to_string())
+        last = {} if history.empty else {name: _finite(value) for name, value in history.iloc[-1].items()}
+        return _print_json({"steps": len(history), "last": last}, True)
+    print(history.tail(5).to_string(index=False))
     return FITS
+
+
+def _write(history, out: Path) -> None:
+    """The file is whole or as it was; what can't be moved into its place stays beside it."""
+    aside = out.with_name(out.name + ".part")
+    history.to_csv(aside, index=False)
+    try:
+        os.replace(aside, out)
+    except OSError as error:
+        raise OSError(f"--out {out}: {error.strerror or error}; the history is in {aside}") from error
+
+
+def _finite(value: Any) -> float | None:
+    """JSON has no NaN."""
+    return float(value) if math.isfinite(value) else None
 
 
 COMMANDS = {

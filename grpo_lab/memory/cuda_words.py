@@ -16,20 +16,24 @@ import re
 
 from .segments import round_up, segment_size
 
-# Name -> its places in the message. PyTorch 2.1 and later (2.1 writes "capacty"); then 2.0 and XPU: "(GPU 0; 15.73 GiB
-# total capacity; 9.90 GiB already allocated; ..."; then MPS. "allowed" is there only under a memory fraction.
+# Name -> its places in the message. PyTorch 2.1 and later (2.1 writes "capacty") and XPU; then 2.0: "(GPU 0; 15.73 GiB
+# total capacity; 9.90 GiB already allocated; ..."; then the cudaMallocAsync backend's table; then MPS. "allowed" is there
+# only under a memory fraction.
+SIZE = r"(\d+(?:\.\d+)? \w+)"
 PLACES = {
-    "requested": (r"(?:[Tt]ried to allocate|Requested size:) ([\d.]+ \w+)",),
-    "capacity": (r"total capaci?ty of ([\d.]+ \w+)", r"([\d.]+ \w+) total capacity"),
-    "free": (r"of which ([\d.]+ \w+) is free", r"([\d.]+ \w+) free;"),
-    "in_use": (r"this process has ([\d.]+ \w+) memory in use",),
-    "allowed": (r"([\d.]+ \w+) allowed;", r"max allowed: ([\d.]+ \w+)"),
-    "allocated": (r"Of the allocated memory ([\d.]+ \w+) is allocated", r"([\d.]+ \w+) already allocated",
-                  r"MPS allocated: ([\d.]+ \w+)"),
-    "unallocated": (r"and ([\d.]+ \w+) is reserved by PyTorch but unallocated",),
-    "reserved": (r"([\d.]+ \w+) reserved in total by PyTorch",),
-}
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    "requested": (rf"(?:[Tt]ried to allocate|Requested size:) {SIZE}", rf"Requested *: {SIZE}"),
+    "capacity": (rf"total capaci?ty of {SIZE}", rf"{SIZE} total capacity", rf"Device limit *: {SIZE}"),
+    "free": (rf"of which {SIZE} is free", rf"{SIZE} free;", rf"Free \(according to CUDA\) *: {SIZE}"),
+    "in_use": (rf"this process has {SIZE} memory in use",),
+    "allowed": (rf"{SIZE} allowed;", rf"max allowed: {SIZE}", rf"user-supplied memory fraction\)\s*: {SIZE}"),
+    "allocated": (rf"Of the allocated memory {SIZE} is allocated", rf"{SIZE} already allocated",
+                  rf"Currently allocated *: {SIZE}", rf"MPS allocated: {SIZE}"),
+    "unallocated": (rf"and {SIZE} is reserved by PyTorch but unallocated",),
+    "reserved": (rf"{SIZE} reserved in total by PyTorch",),
+}  # fmt: skip
+# MPS writes GB for what it divided by 2**30 (aten/src/ATen/mps/MPSAllocator.h).
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 2**10, "MB": 2**20, "GB": 2**30}
+NOT_KNOWN = 2**60   # NVML on Windows says -1 of a process's memory, no limit is 2**64 - 1: written "17179869184.00 GiB"
 
 
 def cuda_message(oom: dict, budget: int, context: int) -> str:
@@ -78,10 +82,24 @@ def parse(message: str) -> dict[str, int | None]:
 def other_processes(message: str) -> int:
     """Bytes that other processes had in use, as far as the message names them.
 
-    >>> other_processes("Process 7 has 1.00 GiB memory in use. Process 8 has 512.00 MiB memory in use. Of the ...") // 2**20
-    1536
+    >>> words = "Process 7 has 1.00 GiB memory in use. Process 8 has 9.50 GiB memory in use. "
+    >>> other_processes(words + "Including non-PyTorch memory, this process has 512.00 MiB memory in use.") / 2**30
+    10.5
+    >>> other_processes(words + "Of the allocated memory 9.00 GiB is allocated by PyTorch, and 1.00 MiB is reserved by "
+    ...                 "PyTorch but unallocated.") / 2**30
+    1.0
+
+    In a container, PyTorch looks for its own number among the host's and doesn't find itself: this process is then one
+    of those listed, the smallest that holds what PyTorch has reserved.
     """
-    return sum(_bytes(words) or 0 for words in re.findall(r"Process \d+ has ([\d.]+ \w+) memory in use", message))
+    named = [_bytes(words) or 0 for words in re.findall(rf"Process \d+ has {SIZE} memory in use", message)]
+    numbers = parse(message)
+    if numbers["in_use"] is None and "this process has" not in message:
+        at_least = numbers["reserved"] or numbers["allocated"] or 0
+        own = [nbytes for nbytes in named if nbytes >= 0.99 * at_least] or named     # sizes are rounded
+        if own:
+            named.remove(min(own) if at_least else max(own))
+    return sum(named)
 
 
 def size(nbytes: int) -> str:
@@ -100,4 +118,7 @@ def size(nbytes: int) -> str:
 
 def _bytes(words: str) -> int | None:
     number, unit = words.split()
-    return round(float(number) * UNITS[unit]) if unit in UNITS else None
+    if unit not in UNITS:
+        return None
+    nbytes = round(float(number) * UNITS[unit])
+    return nbytes if nbytes < NOT_KNOWN else None

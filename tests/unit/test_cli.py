@@ -1,6 +1,8 @@
 """The command line, mostly in this process; exit codes, JSON, and what a shell expects."""
 
+import io
 import json
+import os
 import subprocess
 import sys
 
@@ -80,7 +82,25 @@ def test_train_writes_its_history_whole_or_not_at_all(capsys, tmp_path, monkeypa
 
     monkeypatch.setattr("os.replace", fails)
     assert main(["train", "--max-steps", "1", "--out", str(out)]) == 2
-    assert out.read_text() == before and "No space left" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert out.read_text() == before and "No space left" in error
+    assert len(tmp_path.joinpath("history.csv.part").read_text().splitlines()) == 2 and "history.csv.part" in error
+
+
+def test_a_folder_for_the_history_is_refused_before_training(capsys, tmp_path):
+    """The refusal came after the last step, and what had been trained was lost."""
+    assert main(["train", "--max-steps", "1", "--out", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert "this is a folder" in captured.err and "step" not in captured.err and list(tmp_path.iterdir()) == []
+
+
+def test_train_says_its_cost_beforehand_and_prints_nothing_but_the_result(capsys):
+    """The line on the cost came out on standard output, in front of the JSON, which no program could read then."""
+    assert main(["train", "--max-steps", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["steps"] == 2 and found["last"]["step"] == 2
+    assert captured.err.index("2 steps on 1 batches of 512 completions") < captured.err.rindex("reward")
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -94,7 +114,14 @@ def test_train_writes_its_history_whole_or_not_at_all(capsys, tmp_path, monkeypa
     (["estimate", "--dtype", "fp8"], "not one of"),
     (["estimate", "--optimizer-offload", "true"], "optimizer_offload"),
     (["diagnose", ""], "the text is empty"),
+    (["diagnose", "no-such-file.txt"], "there is no file 'no-such-file.txt'"),
     (["train", "--out", "/no/such/folder/history.csv"], "there is no folder"),
+    ([], "are required: command"),
+    (["no-such-command"], "'estimate', 'simulate'"),
+    (["estimate", "--lora-rnk", "4"], "there is no option --lora-rnk; did you mean --lora-rank?"),
+    (["cards", "--lora-rank=4"], "there is no option --lora-rank "),
+    (["estimate", "--gpu"], "expected one argument"),
+    (["estimate", "--preset", "laptop"], "'laptop_16gb'"),
 ])  # fmt: skip
 def test_what_can_t_be_understood_is_one_sentence_and_exit_code_2(arguments, words, capsys):
     assert main(arguments) == 2
@@ -102,11 +129,30 @@ def test_what_can_t_be_understood_is_one_sentence_and_exit_code_2(arguments, wor
     assert words in captured.err and len(captured.err.splitlines()) == 1 and "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["estimate", "--no-such-option", "1"]])
-def test_usage_errors_of_argparse(arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
+def test_help_names_every_command_and_every_field(capsys):
+    for arguments, words in ((["--help"], COMMANDS), (["estimate", "--help"], ["--max-completion-length", "--lora-rank"])):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        out = capsys.readouterr().out
+        assert stop.value.code == 0 and all(word in out for word in words)
+
+
+@pytest.mark.parametrize("arguments, code", [(["diagnose", OOM], 0), (["diagnose", *OOM.split()], 0),
+                                             (["diagnose", "loss is nan"], 1)])  # fmt: skip
+def test_diagnose_answers_a_shell_s_if(arguments, code, capsys):
+    """As grep does: 0 where there is something, 1 where there is nothing; the words may come without quotes."""
+    assert main(arguments) == code
+    assert main([*arguments, "--json"]) == code
+    assert ("1.20 GiB were asked for" in capsys.readouterr().out) is (code == 0)
+
+
+def test_a_dash_is_standard_input_and_a_person_is_told_to_paste(capsys, monkeypatch):
+    for terminal in (False, True):
+        stdin = io.StringIO(OOM)
+        stdin.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert main(["diagnose", "-"]) == 0
+        assert ("paste the message" in capsys.readouterr().err) is terminal
 
 
 def test_ctrl_c_is_one_line(monkeypatch, capsys):
@@ -126,7 +172,13 @@ def test_what_needs_no_torch_starts_without_it(arguments):
     assert out.stderr.strip() == "False"
 
 
-def test_a_broken_pipe_is_quiet():
-    command = f"{sys.executable} -m grpo_lab models | head -1"
-    out = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert out.stderr == "" and out.stdout.startswith("model")
+@pytest.mark.parametrize("arguments", [["models"], ["cards", "--json"], ["estimate"]])
+def test_a_broken_pipe_is_quiet(arguments):
+    """`| head`: the reader is gone before the first line is written, so nothing depends on who is faster."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    out = subprocess.run([sys.executable, "-m", "grpo_lab", *arguments], stdout=writing, stderr=subprocess.PIPE, text=True,
+                         env=buffered)
+    os.close(writing)
+    assert out.stderr == "" and out.returncode == 0
