@@ -17,6 +17,7 @@ def prose(advice: Advice) -> Iterator[str]:
     card = f"{start.card.name} ({human(start.card.budget)} for PyTorch)"
     batches = (f"micro-batch {start.per_device_train_batch_size}, accumulation {start.gradient_accumulation_steps}, "
                f"generation batch {start.generation_batch_size}, rollout batch {start.rollout_batch}")  # fmt: skip
+    yield from advice.notes
     if advice.recipe is None:
         yield (f"{start.model} on {card} with {batches}: does not fit, and nothing that was tried makes it fit. It needs "
                f"about {human(before.peak_reserved)} as it is; the leanest version found needs {human(advice.least)}.")  # fmt: skip

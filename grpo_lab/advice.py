@@ -12,6 +12,7 @@ comes last and says so. Of the changes found, those that turn out not to be need
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -48,6 +49,7 @@ class Advice:
 
     ``recipe``: one that fits, or None. ``taken``: the changes, in order. Where none was needed: ``room``, what could be
     given back, each alone, and ``free``, what costs nothing and would take less, one after the other. ``verified``: the instrument's report on ``recipe``. ``least``: the smallest peak that was found, in bytes.
+    ``notes``: what of the recipe had to be taken otherwise before the search (``start`` is what it began with).
     """
 
     start: Recipe
@@ -58,6 +60,7 @@ class Advice:
     verified: MemoryReport | None
     least: int
     disagreed: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -90,8 +93,10 @@ class Advice:
     def _repr_html_(self) -> str:
         table = self.changes.assign(saves=[human(size) if size > 0 else "nothing alone" for size in self.changes["saves"]])
         html = table.drop(columns="kind").to_html(index=False, max_rows=None) if len(table) else ""
-        first, *_, last = [*self.text.splitlines(), ""]
-        return f"<p>{escape(first)}</p>{html}<p>{escape(last)}</p>"
+        lines = self.text.splitlines()
+        count = len(self.notes) + 1  # the table says what the numbered lines say; where there is none, all are shown
+        head, rest = (lines[:count], lines[-1:]) if len(table) else (lines, [])
+        return "".join(f"<p>{escape(line)}</p>" for line in head) + html + "".join(f"<p>{escape(r)}</p>" for r in rest)
 
 
 def advise(recipe: Recipe, gpu: str | int | None = None, *, verify: bool = True) -> Advice:
@@ -104,6 +109,7 @@ def advise(recipe: Recipe, gpu: str | int | None = None, *, verify: bool = True)
     if not isinstance(recipe, Recipe):
         raise TypeError(f"advise takes a Recipe, not {type(recipe).__name__}: make one with Recipe(model=...)")
     start = _available(recipe if gpu is None else _on(recipe, gpu))
+    notes = tuple(_notes(recipe, start))
     budget, report = start.card.budget, None
     for attempt in range(TRIES):
         found, taken, least = _search(start, budget)
@@ -120,12 +126,20 @@ def advise(recipe: Recipe, gpu: str | int | None = None, *, verify: bool = True)
         found = None
     fits = found is not None and not taken
     return Advice(start, found, taken if found is not None else (), _room(found) if fits else (),
-                  _free(found) if fits else (), report, least, attempt)  # fmt: skip
+                  _free(found) if fits else (), report, least, attempt, notes)  # fmt: skip
 
 
 def _available(recipe: Recipe) -> Recipe:
     """Offloads can't be counted yet: the recipe without them."""
     return recipe.replace(activation_offload=False, optimizer_offload=False)
+
+
+def _notes(asked: Recipe, start: Recipe) -> Iterator[str]:
+    if asked.activation_offload or asked.optimizer_offload:
+        yield "Offloads are not available in this version, and left out."
+    if (asked.dtype, asked.autocast, asked.lora_dtype) != (start.dtype, start.autocast, start.lora_dtype):
+        autocast = f", autocast {start.autocast}" if start.autocast else ""
+        yield f"{start.card.name} has no bfloat16: taken with weights in {start.dtype}{autocast}."
 
 
 def _on(recipe: Recipe, gpu: str | int) -> Recipe:

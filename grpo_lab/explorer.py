@@ -175,7 +175,10 @@ class Explorer:
                 f"{lines_html(self.recipe)}<p><i>Run the cell for the sliders.</i></p></div>")  # fmt: skip
 
     def _laid_out(self) -> widgets.VBox:
-        grid = widgets.GridBox(list(self.controls.values()), layout=widgets.Layout(
+        why = "activation_offload and optimizer_offload are not available in this version"
+        offload = widgets.Dropdown(options=["not available yet"], description="offload", disabled=True, tooltip=why,
+                                   style={"description_width": "130px"}, layout=widgets.Layout(width="auto"))  # fmt: skip
+        grid = widgets.GridBox([*self.controls.values(), offload], layout=widgets.Layout(
             grid_template_columns="repeat(3, minmax(0, 1fr))", grid_gap="2px 10px", width="100%"))  # fmt: skip
         right = widgets.VBox([self._table, self._most], layout=widgets.Layout(width="36%", padding="0 0 0 10px"))
         self._picture.layout.width = "64%"

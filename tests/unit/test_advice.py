@@ -86,6 +86,7 @@ def test_no_room_for_a_single_token():
 def test_a_card_without_bfloat16_gets_none():
     """unslothai/unsloth#2783: bfloat16 was proposed on a T4, which has none."""
     found = advise(Recipe.preset("baseline", dtype="bfloat16"), "T4", verify=False)
+    assert "T4 has no bfloat16" in found.text
     assert found.fits and "bfloat16" not in (found.recipe.dtype, found.recipe.autocast, found.recipe.lora_dtype)
 
 
@@ -139,4 +140,5 @@ def test_a_billion_tokens_are_answered():
 
 def test_offloads_that_aren_t_there_yet_are_left_out():
     recipe = Recipe.preset("laptop_8gb", activation_offload=True)
-    assert not advise(recipe, verify=False).recipe.activation_offload
+    found = advise(recipe, verify=False)
+    assert not found.recipe.activation_offload and found.text.startswith("Offloads are not available")
