@@ -58,7 +58,7 @@ card: $(LAB)
 	$(BIN)/python scripts/measure_card.py
 
 screenshot: $(TEST)
-	SCREENSHOT="$(CURDIR)/docs/explorer.png" $(BIN)/python -m pytest tests/browser/test_explorer.py
+	SCREENSHOT="$(CURDIR)/docs/explorer.png" $(BIN)/python -m pytest tests/browser/test_sliders.py
 
 pictures: $(LAB)
 	$(BIN)/python scripts/make_pictures.py

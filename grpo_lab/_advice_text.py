@@ -30,16 +30,14 @@ def prose(advice: Advice) -> Iterator[str]:
             yield from (f"- {what} (about {human(estimate(r).peak_reserved)} reserved)" for what, r in advice.room)
         if advice.free:
             yield "For more room, at no cost, one after the other:"
-            yield from (f"- {t.change.what}: {human(t.before - t.after)} less at the peak. {t.change.trl}"
-                        for t in advice.free)  # fmt: skip
+            yield from (f"- {t.change.what}: {t.effect}. {t.change.trl} ({t.change.why})" for t in advice.free)
         yield _checked(advice)
         return
-    yield (f"{start.model} on {card} with {batches}: does not fit, about {human(before.peak_reserved)} reserved in phase "
+    verdict = "fits by the formula, but not by the instrument" if before.fits else "does not fit"
+    yield (f"{start.model} on {card} with {batches}: {verdict}, about {human(before.peak_reserved)} reserved in phase "
            f"{before.peak_phase!r}. {len(advice.taken)} change{'s' * (len(advice.taken) > 1)}, in this order:")  # fmt: skip
     for number, taken in enumerate(advice.taken, 1):
-        saved = taken.before - taken.after
-        how = f"saves {human(saved)} at the peak" if saved > 0 else "saves nothing alone, but is needed with the rest"
-        yield f"{number}. {taken.change.what}: {how}. {taken.change.cost}. {taken.change.trl}. ({taken.change.why})"
+        yield f"{number}. {taken.change.what}: {taken.effect}. {taken.change.cost}. {taken.change.trl}. ({taken.change.why})"
     if advice.changes_task:
         yield "Careful: this changes what you asked for. Cheaper changes alone did not suffice."
     yield _checked(advice)

@@ -18,6 +18,9 @@ from .recipe import Recipe
 KINDS = ("free", "time", "precision", "optimizer", "adapters", "task")
 SHORTEST = 64  # tokens: shorter completions are not proposed
 SMALLER_HEAD = 256  # tokens a chunk of logits
+# Where there is no bfloat16: frozen weights in float16 under float32 adapters, for these alone need a gradient scaler.
+_FLOAT16: dict[str, Any] = {"dtype": "float16", "autocast": "float16", "lora_dtype": "float32"}
+_FLOAT16_TRL = 'GRPOConfig(fp16=True, model_init_kwargs={"dtype": "float16"})'
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,18 @@ def steps(recipe: Recipe) -> Iterator[Change]:
 # ---- free ---------------------------------------------------------------------------------------------------------
 
 
-def _forgotten_dtype(recipe: Recipe) -> Change | None:
+def forgotten_dtype(recipe: Recipe) -> Change | None:
     """4-bit weights multiply in `dtype`, and transformers' default for that is float32."""
-    if recipe.quantization is None or recipe.dtype != "float32" or recipe.autocast is not None or not recipe.card.bf16:
+    if recipe.quantization is None or recipe.dtype != "float32" or recipe.autocast is not None:
         return None
-    return Change({"dtype": "bfloat16"}, "free", "bfloat16 around the 4-bit weights",
+    half = "bfloat16" if recipe.card.bf16 else "float16"
+    fields: dict[str, Any] = {"dtype": half}
+    trl = f'GRPOConfig(model_init_kwargs={{"dtype": "{half}"}})'
+    if half == "float16":
+        fields, trl = _FLOAT16, _FLOAT16_TRL
+    return Change(fields, "free", f"{half} around the 4-bit weights",
                   "less time on tensor cores; the 4-bit weights are rounded far more coarsely",
-                  'GRPOConfig(model_init_kwargs={"dtype": "bfloat16"}) and bnb_4bit_compute_dtype',
+                  f'{trl}, BitsAndBytesConfig(bnb_4bit_compute_dtype="{half}")',
                   "where nothing is set, 4-bit weights are unpacked to float32 and activations are float32", keep=True)
 
 
@@ -91,16 +99,18 @@ def _rollout_chunks(recipe: Recipe) -> Change | None:
 
 
 def _smaller_micro_batch(recipe: Recipe) -> Change | None:
-    """Half the micro-batch, twice as many of them: the same completions in each optimizer step."""
+    """Half the micro-batch (a third, if it is odd), as many times more: the same completions in each optimizer step."""
     size = recipe.per_device_train_batch_size
-    if size % 2:
+    if size == 1:
         return None
-    fields = {"per_device_train_batch_size": size // 2,
-              "gradient_accumulation_steps": 2 * recipe.gradient_accumulation_steps}  # fmt: skip
+    parts = next((n for n in range(2, int(size**0.5) + 1) if size % n == 0), size)
+    fields = {"per_device_train_batch_size": size // parts,
+              "gradient_accumulation_steps": parts * recipe.gradient_accumulation_steps}  # fmt: skip
     if recipe.steps_per_generation is not None:
-        fields["steps_per_generation"] = 2 * recipe.steps_per_generation
+        fields["steps_per_generation"] = parts * recipe.steps_per_generation
     trl = ", ".join(f"{name}={value}" for name, value in fields.items())
-    return Change(fields, "free", f"micro-batches of {size // 2}, accumulated {fields['gradient_accumulation_steps']} times",
+    return Change(fields, "free",
+                  f"micro-batches of {size // parts}, accumulated {fields['gradient_accumulation_steps']} times",
                   "no time where a micro-batch still fills the card", f"GRPOConfig({trl})",
                   "the same completions in each optimizer step, and the same gradient")  # fmt: skip
 
@@ -139,14 +149,13 @@ def _sixteen_bits(recipe: Recipe) -> Change | None:
                       'GRPOConfig(model_init_kwargs={"dtype": "bfloat16"})',
                       "half of everything that training keeps")  # fmt: skip
     if recipe.lora_rank is not None:
-        fields = {"dtype": "float16", "autocast": "float16", "lora_dtype": "float32"}
-        what, trl = "float16 weights under float32 adapters", ', model_init_kwargs={"dtype": "float16"}'
+        fields, what, trl = _FLOAT16, "float16 weights under float32 adapters", _FLOAT16_TRL
     elif recipe.autocast is None:
-        fields, what, trl = {"autocast": "float16"}, "float16 autocast over float32 weights", ""
+        fields, what, trl = {"autocast": "float16"}, "float16 autocast over float32 weights", "GRPOConfig(fp16=True)"
     else:
         return None
     return Change(fields, "precision", what, "less time on tensor cores; changes learning little: a gradient scaler guards "
-                  "against underflow", f"GRPOConfig(fp16=True{trl})", f"{recipe.card.name} has no bfloat16")  # fmt: skip
+                  "against underflow", trl, f"{recipe.card.name} has no bfloat16")  # fmt: skip
 
 
 # ---- optimizer ----------------------------------------------------------------------------------------------------
@@ -177,12 +186,13 @@ def _lora(recipe: Recipe) -> Change | None:
     if recipe.lora_rank is not None:
         return None
     fields: dict[str, Any] = {"lora_rank": 16}
-    if recipe.dtype == "float32" and recipe.autocast == "float16":
-        fields["dtype"] = "float16"
-    return Change(fields, "adapters", "LoRA of rank 16 on all linear layers",
+    what, trl = "LoRA of rank 16 on all linear layers", 'LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")'
+    if recipe.dtype == "float32" and not recipe.card.bf16:  # nothing trains in them any more: 16 bits will do
+        fields |= _FLOAT16
+        what, trl = what + ", over float16 weights", f"{trl}, {_FLOAT16_TRL}"
+    return Change(fields, "adapters", what,
                   "about the same time; changes learning: updates of low rank, with a learning rate some ten times as "
-                  "high (Hu et al. 2021, arXiv:2106.09685; Schulman et al. 2025, LoRA Without Regret)",
-                  'LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")',
+                  "high (Hu et al. 2021, arXiv:2106.09685; Schulman et al. 2025, LoRA Without Regret)", trl,
                   "gradients and optimizer states of 1 % of the weights; the reference model is free")  # fmt: skip
 
 
@@ -229,7 +239,7 @@ def _smaller_model(recipe: Recipe) -> Change | None:
                   f'GRPOTrainer(model="{known[name].hub_id or name}")', "another problem than the one you asked about")  # fmt: skip
 
 
-FREE = (_forgotten_dtype, _chunked_logits, _fused, _smaller_micro_batch)  # change neither learning nor, much, the time
+FREE = (forgotten_dtype, _chunked_logits, _fused, _smaller_micro_batch)  # change neither learning nor, much, the time
 Rung = Callable[[Recipe], "Change | None"]
 RUNGS: tuple[Rung, ...] = (
     *FREE, _no_reference, _rollout_chunks, _checkpointing, _sixteen_bits,

@@ -7,12 +7,17 @@ peft_config = LoraConfig(r=16, lora_alpha=32, target_modules='all-linear', task_
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from pathlib import Path
+
 from ._trl import SAME
 from .recipe import Recipe
 
 
 def trl_lines(recipe: Recipe) -> str:
     """Python that builds the `GRPOConfig` and `LoraConfig` of ``recipe.to_trl()``, ready to copy."""
+    kept, checkpointing = _kept_elsewhere(recipe), _checkpointing()
     head, init = ["from trl import GRPOConfig"], f'"dtype": "{recipe.dtype}", '
     init += f'"attn_implementation": "{recipe.attn_implementation}"'
     if recipe.lora_rank is not None:
@@ -26,13 +31,35 @@ def trl_lines(recipe: Recipe) -> str:
         init += ', "quantization_config": nf4'
     fields = {name: getattr(recipe, name) for name in SAME} | {
         "steps_per_generation": recipe.steps_per_generation, "bf16": recipe.autocast == "bfloat16",
-        "fp16": recipe.autocast == "float16", "gradient_checkpointing": recipe.activation_checkpointing,
+        "fp16": recipe.autocast == "float16", checkpointing: recipe.activation_checkpointing,
     }  # fmt: skip
     body = [f"    {name}={value!r}," for name, value in fields.items() if value is not None]
-    body += ['    gradient_checkpointing_kwargs={"use_reentrant": False},', f"    model_init_kwargs={{{init}}},"]
+    body += [f'    {checkpointing}_kwargs={{"use_reentrant": False}},', f"    model_init_kwargs={{{init}}},"]
     after = []
     if recipe.lora_rank is not None:
         targets = recipe.lora_targets if isinstance(recipe.lora_targets, str) else list(recipe.lora_targets)
         after = [f"peft_config = LoraConfig(r={recipe.lora_rank}, lora_alpha={recipe.lora_alpha}, "
                  f'target_modules={targets!r}, task_type="CAUSAL_LM")']  # fmt: skip
-    return "\n".join([*head, "", *before, 'args = GRPOConfig(', '    output_dir="grpo_lab_runs",', *body, ")", *after])
+    body = ["args = GRPOConfig(", '    output_dir="grpo_lab_runs",', *body, ")"]
+    return "\n".join([*head, "", *kept, *before, *body, *after])
+
+
+def _kept_elsewhere(recipe: Recipe) -> list[str]:
+    """Comments on what counts in the estimate and has no place in TRL's configuration."""
+    lines = [f"# for {recipe.model!r}; TRL cuts no prompts: keep yours within {recipe.max_prompt_length:,} tokens"]
+    if recipe.rollout_batch < recipe.generation_batch_size:
+        lines.append(f"# TRL generates {recipe.generation_batch_size} sequences at once, not {recipe.rollout_batch}")
+    if recipe.logits == "full":
+        lines.append("# TRL computes the logits in chunks: it needs less than was estimated for full ones")
+    return lines
+
+
+@functools.cache
+def _checkpointing() -> str:
+    """The argument's name in the transformers that is installed, read from its text: importing it takes seconds."""
+    spec = importlib.util.find_spec("transformers")
+    source = Path(spec.origin).with_name("training_args.py") if spec and spec.origin else None
+    text = source.read_text(encoding="utf-8") if source and source.is_file() else ""
+    if not text or "\n    activation_checkpointing:" in text:
+        return "activation_checkpointing"
+    return "gradient_checkpointing"

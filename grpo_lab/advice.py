@@ -19,9 +19,10 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from . import gpus
+from ._advice_room import LONGEST, free, longest_completion, room
+from ._advice_search import Taken, search
 from ._advice_text import prose
-from ._ladder import FREE, RUNGS, Change, joined
-from .estimation import Estimate, estimate, human, reserved
+from .estimation import estimate
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -29,27 +30,19 @@ if TYPE_CHECKING:
 
     from .memory import MemoryReport
 
-GiB = 2**30
-LONGEST = 131_072  # tokens: longer completions are not looked for
+__all__ = ["LONGEST", "Advice", "Taken", "advise", "longest_completion"]
 TRIES = 4  # how often the instrument may disagree before the search gives up
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A change in its place: what the peak was before it and is after it."""
-
-    change: Change
-    before: int
-    after: int
 
 
 @dataclass(frozen=True, repr=False)
 class Advice:
     """What `advise` found.
 
-    ``recipe``: one that fits, or None. ``taken``: the changes, in order. Where none was needed: ``room``, what could be
-    given back, each alone, and ``free``, what costs nothing and would take less, one after the other. ``verified``: the instrument's report on ``recipe``. ``least``: the smallest peak that was found, in bytes.
-    ``notes``: what of the recipe had to be taken otherwise before the search (``start`` is what it began with).
+    ``recipe``: one that fits, or None. ``taken``: the changes, in order. Where none was needed: ``room``, what could
+    be given back, each alone, and ``free``, what costs nothing and would take less, one after the other.
+    ``verified``: the instrument's report on ``recipe``. ``least``: the smallest peak that was found, in bytes.
+    ``disagreed``: how often the instrument refused what the formula had let pass. ``notes``: what of the recipe had
+    to be taken otherwise before the search (``start`` is what it began with).
     """
 
     start: Recipe
@@ -91,11 +84,11 @@ class Advice:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        table = self.changes.assign(saves=[human(size) if size > 0 else "nothing alone" for size in self.changes["saves"]])
+        table = self.changes.assign(saves=[taken.effect.removeprefix("saves ") for taken in self.taken])
         html = table.drop(columns="kind").to_html(index=False, max_rows=None) if len(table) else ""
         lines = self.text.splitlines()
         count = len(self.notes) + 1  # the table says what the numbered lines say; where there is none, all are shown
-        head, rest = (lines[:count], lines[-1:]) if len(table) else (lines, [])
+        head, rest = (lines[:count], lines[count + len(table) :]) if len(table) else (lines, [])
         return "".join(f"<p>{escape(line)}</p>" for line in head) + html + "".join(f"<p>{escape(r)}</p>" for r in rest)
 
 
@@ -112,7 +105,7 @@ def advise(recipe: Recipe, gpu: str | int | None = None, *, verify: bool = True)
     notes = tuple(_notes(recipe, start))
     budget, report = start.card.budget, None
     for attempt in range(TRIES):
-        found, taken, least = _search(start, budget)
+        found, taken, least = search(start, budget)
         if found is None or not verify:
             break
         from .simulation import simulate
@@ -125,8 +118,8 @@ def advise(recipe: Recipe, gpu: str | int | None = None, *, verify: bool = True)
     else:
         found = None
     fits = found is not None and not taken
-    return Advice(start, found, taken if found is not None else (), _room(found) if fits else (),
-                  _free(found) if fits else (), report, least, attempt, notes)  # fmt: skip
+    return Advice(start, found, taken if found is not None else (), room(found) if fits else (),
+                  free(found) if fits else (), report, least, attempt, notes)  # fmt: skip
 
 
 def _available(recipe: Recipe) -> Recipe:
@@ -143,167 +136,11 @@ def _notes(asked: Recipe, start: Recipe) -> Iterator[str]:
 
 
 def _on(recipe: Recipe, gpu: str | int) -> Recipe:
-    """The recipe on another card; where that has no bfloat16, in float32."""
-    if gpus.get(gpu).bf16:
+    """The recipe on another card; where that has no bfloat16, float16 autocast over float32 trainable weights."""
+    halves = [name for name in ("dtype", "autocast", "lora_dtype") if getattr(recipe, name) == "bfloat16"]
+    if gpus.get(gpu).bf16 or not halves:
         return recipe.replace(gpu=gpu)
-    fields: dict[str, Any] = {name: "float32" for name in ("dtype", "lora_dtype") if getattr(recipe, name) == "bfloat16"}
-    if recipe.autocast == "bfloat16":
-        fields |= {"autocast": "float16", "dtype": "float32" if recipe.lora_rank is None else "float16"}
+    fields: dict[str, Any] = {"autocast": "float16", "lora_dtype": "float32"}
+    if recipe.dtype == "bfloat16":  # adapters leave the weights alone, so these may stay at 16 bits
+        fields["dtype"] = "float32" if recipe.lora_rank is None else "float16"
     return recipe.replace(gpu=gpu, **fields)
-
-
-# ---- down -----------------------------------------------------------------------------------------------------------
-
-
-def _search(start: Recipe, budget: int) -> tuple[Recipe | None, tuple[Taken, ...], int]:
-    """Down the ladder until it fits, then back up where a change turns out not to be needed."""
-    now, chosen, least = start, [], estimate(start).peak_reserved
-    for index, rung in enumerate(RUNGS):
-        while not _fits(now, budget) and (change := rung(now)) is not None:
-            after = _replaced(now, change)
-            if after is None or not _worth(now, after):
-                break
-            now = after
-            chosen.append((index, change))
-            least = min(least, estimate(now).peak_reserved)
-    if not _fits(now, budget):
-        return None, (), least
-    return *_told(start, _joined(_needed(start, chosen, budget))), least
-
-
-def _fits(recipe: Recipe, budget: int) -> bool:
-    return estimate(recipe).peak_reserved <= budget
-
-
-def _replaced(recipe: Recipe, change: Change) -> Recipe | None:
-    """None where the change doesn't go with the rest of the recipe."""
-    try:
-        return recipe.replace(**change.fields)
-    except ValueError:
-        return None
-
-
-def _worth(before: Recipe, after: Recipe) -> bool:
-    """Whether a change lowers the peak, or any phase that doesn't fit: what it lowers may not be the peak yet."""
-    old, new = estimate(before), estimate(after)
-    budget = before.card.budget
-    too_large = [name for name, moment in old.moments.items() if reserved(moment.bytes) > budget]
-    return any(new.moments[name].bytes < old.moments[name].bytes for name in too_large if name in new.moments) or any(
-        name not in new.moments for name in too_large)  # fmt: skip
-
-
-def _needed(start: Recipe, chosen: list[tuple[int, Change]], budget: int) -> list[tuple[int, Change]]:
-    """Without the steps that aren't needed, the most costly tried first; what costs nothing stays."""
-    kept = list(chosen)
-    for step in reversed(chosen):
-        without = [other for other in kept if other is not step]
-        recipe = None if step[1].keep else _all(start, [change for _, change in without])
-        if recipe is not None and _fits(recipe, budget):
-            kept = without
-    return kept
-
-
-def _joined(chosen: list[tuple[int, Change]]) -> list[Change]:
-    """Several steps of one rung as one change; without those that a later one makes void."""
-    changes: dict[int, Change] = {}
-    for index, change in chosen:
-        changes[index] = joined(changes[index], change) if index in changes else change
-    told = list(changes.values())
-    later = [{name for change in told[i + 1 :] for name in change.fields} for i in range(len(told))]
-    return [change for change, after in zip(told, later, strict=True) if set(change.fields) - after]
-
-
-def _all(start: Recipe, changes: list[Change]) -> Recipe | None:
-    fields: dict[str, Any] = {}
-    for change in changes:
-        fields |= change.fields
-    try:
-        return start.replace(**fields)
-    except ValueError:
-        return None
-
-
-def _told(start: Recipe, changes: list[Change]) -> tuple[Recipe, tuple[Taken, ...]]:
-    """The changes one after the other, with the peaks between them."""
-    taken, now, fields = [], start, {}
-    for change in changes:
-        fields |= change.fields
-        try:
-            after = start.replace(**fields)
-        except ValueError:  # goes only with a later one
-            after = now
-        taken.append(Taken(change, estimate(now).peak_allocated, estimate(after).peak_allocated))
-        now = after
-    return start.replace(**fields), tuple(taken)
-
-
-# ---- up -------------------------------------------------------------------------------------------------------------
-
-
-def _free(recipe: Recipe) -> tuple[Taken, ...]:
-    """What costs nothing and lowers the peak, as far as it goes."""
-    now, chosen = recipe, []
-    for index, rung in enumerate(FREE):
-        while (change := rung(now)) is not None and (after := _replaced(now, change)) is not None:
-            if estimate(after).peak_allocated >= estimate(now).peak_allocated:
-                break
-            now = after
-            chosen.append((index, change))
-    return _told(recipe, _joined(chosen))[1]
-
-
-def _room(recipe: Recipe) -> tuple[tuple[str, Recipe], ...]:
-    """What a recipe that fits could give back, each alone, and how much longer its completions may get."""
-    found = []
-    for what, fields in _looser(recipe):
-        try:
-            looser = recipe.replace(**fields)
-        except ValueError:
-            continue
-        if _fits(looser, recipe.card.budget):
-            found.append((what, looser))
-    longest = longest_completion(recipe)
-    if longest is not None and longest > recipe.max_completion_length:
-        found.append((f"completions of up to {longest:,} tokens", recipe.replace(max_completion_length=longest)))
-    return tuple(found)
-
-
-def _looser(recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
-    size, accumulated = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
-    options: list[tuple[str, dict[str, Any]]] = []
-    if recipe.quantization is not None:
-        options.append(("weights in 16 bits instead of 4", {"quantization": None}))
-    if recipe.lora_rank is not None and recipe.quantization is None:
-        options.append(("every weight trained, without an adapter", {"lora_rank": None}))
-    if recipe.activation_checkpointing:
-        options.append(("no activation checkpointing: no second forward", {"activation_checkpointing": False}))
-    if recipe.rollout_batch < recipe.generation_batch_size:
-        options.append(("all sequences generated at once", {"rollout_batch_size": None}))
-    if accumulated % 2 == 0 and not (recipe.steps_per_generation or 0) % 2:
-        fields = {"per_device_train_batch_size": 2 * size, "gradient_accumulation_steps": accumulated // 2}
-        if recipe.steps_per_generation is not None:
-            fields["steps_per_generation"] = recipe.steps_per_generation // 2
-        options.append((f"micro-batches of {2 * size}, accumulated {accumulated // 2} times", fields))
-    return options
-
-
-def longest_completion(recipe: Recipe, budget: int | None = None) -> int | None:
-    """The most tokens a completion may have so that the recipe fits; None if not even one does.
-
-    >>> longest_completion(Recipe(model="SmolLM2-135M", gpu="RTX 3090")) > 1000
-    True
-    """
-    budget = recipe.card.budget if budget is None else budget
-
-    def fits(length: int) -> bool:
-        return _fits(recipe.replace(max_completion_length=length), budget)
-
-    if not fits(1):
-        return None
-    low, high = 1, LONGEST
-    if fits(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

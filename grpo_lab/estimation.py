@@ -179,4 +179,4 @@ def line(term: Term) -> str:
 
 def human(nbytes: int) -> str:
     """GiB, or MiB below one."""
-    return f"{nbytes / GiB:.2f} GiB" if nbytes >= GiB else f"{nbytes / MiB:.1f} MiB"
+    return f"{nbytes / GiB:,.2f} GiB" if nbytes >= GiB else f"{nbytes / MiB:.1f} MiB"

@@ -11,20 +11,29 @@ import time
 from grpo_lab import Recipe, explore
 
 
-def main() -> None:
-    made = explore(Recipe.preset("laptop_8gb"))
+def moves(made) -> list[float]:
+    """Seconds of each move that drew anything."""
     times = []
     for control in made.controls.values():
         start = control.value
-        options = [value for _, value in control.options] if hasattr(control, "options") else range(
-            control.min, control.max, max(control.step, (control.max - control.min) // 20 // control.step * control.step))
+        if hasattr(control, "options"):
+            options = [value for _, value in control.options]
+        else:
+            step = (control.max - control.min) // 20 // control.step * control.step
+            options = range(control.min, control.max, max(control.step, step))
         for value in [*options, start]:
-            began = time.perf_counter()
+            before, began = control.value, time.perf_counter()
             control.value = value
-            times.append(time.perf_counter() - began)
-    times = sorted(1e3 * seconds for seconds in times if seconds > 1e-4)
-    print(f"redraw: median {statistics.median(times):.0f} ms, 95 % below {times[int(0.95 * len(times))]:.0f} ms "
-          f"({len(times)} moves)")
+            if control.value != before:
+                times.append(time.perf_counter() - began)
+    return times
+
+
+def main() -> None:
+    for preset in ("laptop_8gb", "baseline"):
+        times = sorted(1e3 * seconds for seconds in moves(explore(Recipe.preset(preset))))
+        print(f"redraw from {preset!r}: median {statistics.median(times):.0f} ms, 95 % below "
+              f"{times[int(0.95 * len(times))]:.0f} ms, longest {times[-1]:.0f} ms ({len(times)} moves)")
 
 
 if __name__ == "__main__":

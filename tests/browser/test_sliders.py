@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from playwright.sync_api import expect
 
+from grpo_lab import Recipe, explore
+
 pytestmark = pytest.mark.browser
 
 
@@ -50,9 +52,47 @@ def test_sliders_move_by_keyboard_and_bar_verdict_and_lines_follow(open_notebook
     seen = page.locator(".jp-OutputArea .widget-vbox").first
     shot = Path(os.environ.get("SCREENSHOT") or tmp_path / "explorer.png")     # make screenshot: the README's
     box = seen.bounding_box()
-    page.screenshot(path=shot, clip={"x": box["x"], "y": box["y"], "width": box["width"], "height": 600})
+    assert _cut_off(seen) == []
+    page.screenshot(path=shot, clip={"x": box["x"], "y": box["y"], "width": box["width"], "height": 640})
     assert shot.stat().st_size > 20_000
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    copy = page.get_by_role("button", name="copy the lines for TRL")
+    copy.focus()
+    page.keyboard.press("Enter")
+    expect(copy).to_have_text("copied")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied.splitlines()[0] == "from trl import GRPOConfig" and "max_completion_length=1088" in copied
+    compile(copied, "copied", "exec")
     quantized = page.get_by_label("quantization").first
     quantized.select_option("nf4")
     expect(verdict).to_contain_text(re.compile("don.t go together.*nothing to train"), timeout=15_000)
     assert seen.bounding_box()["width"] <= 960
+
+
+def test_a_notebook_that_is_opened_and_not_run_shows_the_picture(lab, browser):
+    """JupyterLab cleans the HTML of a notebook from elsewhere: of an inline SVG only words were left, in one heap."""
+    html = explore(Recipe.preset("laptop_8gb"))._repr_mimebundle_()["text/html"]
+    output = nbformat.v4.new_output("execute_result", data={"text/html": html, "text/plain": ""}, execution_count=1)
+    cell = nbformat.v4.new_code_cell("explore()", outputs=[output], execution_count=1)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), lab[1] / "still.ipynb")
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    try:
+        page.goto(f"{lab[0]}/lab/tree/still.ipynb?reset", wait_until="domcontentloaded")
+        image = page.locator(".jp-OutputArea img")
+        expect(image).to_be_visible(timeout=60_000)
+        assert image.evaluate("e => e.decode().then(() => e.naturalWidth)") > 0
+        expect(image).to_have_attribute("alt", re.compile("Estimated memory by phase: load .*backward"))
+        expect(page.locator(".jp-OutputArea pre")).to_contain_text("GRPOConfig(")
+    finally:
+        page.close()
+
+
+def _cut_off(seen) -> list[str]:
+    """Words that don't have the room they need: labels of controls, and what is wider than its part."""
+    return seen.evaluate("""box => {
+        const right = box.getBoundingClientRect().right
+        const labels = [...box.querySelectorAll('.widget-label')].filter(e => e.scrollWidth > e.clientWidth + 1)
+        const wide = [...box.querySelectorAll('table, svg, li')]
+            .filter(e => e.getBoundingClientRect().right > right + 1)
+        return [...labels, ...wide].map(e => e.textContent.slice(0, 40))
+    }""")
