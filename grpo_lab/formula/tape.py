@@ -36,10 +36,16 @@ class Term(NamedTuple):
     @property
     def blocks(self) -> int:
         """Bytes of the blocks that hold them."""
-        return int(self.count * (prod(self.factors) + kept_beyond(prod(self.factors))))
+        return blocks(self.factors, self.count)
 
 
-@lru_cache(4096)
+@lru_cache(65536)
+def blocks(factors: tuple[int, ...], count: int) -> int:
+    """Bytes of the blocks that hold ``count`` tensors."""
+    each = prod(factors)
+    return count * each if each <= MiB else int(count * (each + kept_beyond(each)))
+
+
 def kept_beyond(nbytes: int) -> float:
     """What a block keeps beyond such a tensor, on average: the allocator doesn't split off 1 MiB or less.
 
@@ -64,8 +70,7 @@ class Tensor:
 
     def __init__(self, category: str, what: str, factors: tuple[int, ...], count: int) -> None:
         self.category, self.what, self.factors, self.count, self.uses = category, what, factors, count, 1
-        each = prod(factors)
-        self.bytes = count * each if each <= MiB else int(count * (each + kept_beyond(each)))
+        self.bytes = blocks(factors, count)
 
     @property
     def term(self) -> Term:
