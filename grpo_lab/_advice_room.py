@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ._advice_search import Chosen, Taken, chain, fits, together, told
@@ -117,15 +118,36 @@ def longest_completion(recipe: Recipe, budget: int | None = None) -> int | None:
     """
     budget = recipe.card.budget if budget is None else budget
 
-    def enough(length: int) -> bool:
-        return fits(recipe.replace(max_completion_length=length), budget)
+    def beyond(length: int) -> int:
+        return estimate(recipe.replace(max_completion_length=length)).peak_reserved - budget
 
-    if not enough(1):
+    return last_below(beyond, recipe.max_completion_length, LONGEST)
+
+
+def last_below(excess: Callable[[int], int], start: int, highest: int) -> int | None:
+    """The largest n of 1..highest with ``excess(n) <= 0``, for a function that grows; None if there is none.
+
+    >>> last_below(lambda n: 3 * n - 100, 8, 1000), last_below(lambda n: n, 8, 1000), last_below(lambda n: -1, 8, 1000)
+    (33, None, 1000)
+
+    Bytes grow with the tokens in nearly straight pieces, so the line through two known points mostly lands beside the
+    last one. The end that stays is pulled towards the guess (the "Illinois" rule), and halved if that takes long.
+    """
+    low, at_low = 1, float(excess(1))
+    if at_low > 0:
         return None
-    low, high = 1, LONGEST
-    if enough(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if enough(middle) else (low, middle)
-    return low
+    high, at_high, guess = highest + 1, None, min(max(2, start), highest)
+    for turn in itertools.count():
+        value = float(excess(guess))
+        if value <= 0:
+            slope = (value - at_low) / (guess - low)
+            low, at_low, at_high = guess, value, at_high and at_high / 2
+        else:
+            high, at_high, at_low = guess, value, at_low / 2
+            slope = 0.0
+        if high - low <= 1:
+            return low
+        if at_high is not None:
+            slope = (at_high - at_low) / (high - low)
+        step = int(-at_low / slope) + 1 if slope > 0 and turn % 6 < 5 else (high - low) // 2
+        guess = min(max(low + step, low + 1), high - 1)

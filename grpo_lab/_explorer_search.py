@@ -7,17 +7,15 @@ True
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 from . import models
-from .advice import LONGEST
+from ._advice_room import LONGEST, last_below
 from .estimation import Estimate, estimate
+from .formula.shape import SIZES
 from .recipe import Recipe
 
 POWERS = [1, 2, 4, 8, 16, 32, 64, 128]
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 @functools.lru_cache(32)
@@ -45,40 +43,11 @@ def most_that_fits(recipe: Recipe) -> dict[str, Any]:
 
 
 def longest(recipe: Recipe) -> int | None:
-    """The same number as :func:`grpo_lab.advice.longest_completion`, from about a third of the estimates."""
+    """The same number as :func:`grpo_lab.advice.longest_completion`, with each length's bytes remembered."""
     def at(length: int) -> int:
         return beyond(recipe.replace(max_completion_length=length))
 
     return last_below(at, recipe.max_completion_length, LONGEST)
-
-
-def last_below(excess: Callable[[int], int], start: int, highest: int) -> int | None:
-    """The largest n of 1..highest with ``excess(n) <= 0``, for a function that grows; None if there is none.
-
-    >>> last_below(lambda n: 3 * n - 100, 8, 1000), last_below(lambda n: n, 8, 1000), last_below(lambda n: -1, 8, 1000)
-    (33, None, 1000)
-
-    Bytes grow with the tokens in nearly straight pieces, so the line through two known points mostly lands beside the
-    last one. The end that stays is pulled towards the guess (the "Illinois" rule), and halved if that takes long.
-    """
-    low, at_low = 1, float(excess(1))
-    if at_low > 0:
-        return None
-    high, at_high, guess = highest + 1, None, min(max(2, start), highest)
-    for turn in itertools.count():
-        value = float(excess(guess))
-        if value <= 0:
-            slope = (value - at_low) / (guess - low)
-            low, at_low, at_high = guess, value, at_high and at_high / 2
-        else:
-            high, at_high, at_low = guess, value, at_low / 2
-            slope = 0.0
-        if high - low <= 1:
-            return low
-        if at_high is not None:
-            slope = (at_high - at_low) / (high - low)
-        step = int(-at_low / slope) + 1 if slope > 0 and turn % 6 < 5 else (high - low) // 2
-        guess = min(max(low + step, low + 1), high - 1)
 
 
 def largest_batch(recipe: Recipe) -> int | None:
@@ -110,7 +79,7 @@ def _by_size() -> list[str]:
 
 def _least(recipe: Recipe, name: str) -> float:
     """A floor that needs no estimate: the weights, and their gradients where all are trained."""
-    each = 0.5 if recipe.quantization else BYTES[recipe.dtype]
+    each = 0.5 if recipe.quantization else SIZES[recipe.dtype]
     return models.architecture(name).parameters * each * (2 if recipe.lora_rank is None else 1)
 
 

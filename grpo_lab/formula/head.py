@@ -26,14 +26,14 @@ class Head:
         else:
             self._full(saved, trained, copies)
 
-    def _copy_of_weight(self, saved: dict, trained: bool) -> Tensor | None:
+    def _copy_of_weight(self) -> Tensor | None:
         if not self.s.cast:
             return None
         return self.tape.make("activations", "16-bit copy of the head's weight", self.s.V, self.s.h, 2)
 
     def _full(self, saved: dict, trained: bool, copies: list[Tensor]) -> None:
         s, tape, size = self.s, self.tape, self.size
-        weight = self._copy_of_weight(saved, trained)
+        weight = self._copy_of_weight()
         logits = tape.make("logits", "of C + 1 positions", s.B, s.C + 1, s.V, s.a)
         if trained and weight is not None:
             saved["head.weight"] = tape.keep(weight)
@@ -56,7 +56,7 @@ class Head:
     def _chunked(self, saved: dict, trained: bool) -> None:
         s, tape = self.s, self.tape
         hidden = tape.make("activations", "hidden states of the completions", s.B, s.C, s.h, s.w)
-        weight = self._copy_of_weight(saved, trained)
+        weight = self._copy_of_weight()
         logits = tape.make("logits", "a chunk", self.rows, s.V, 4)
         if s.a != 4:
             half = tape.make("logits", "a chunk in 16 bits", self.rows, s.V, s.a)
@@ -106,7 +106,7 @@ class Head:
 
     def _chunked_backward(self, saved: dict) -> tuple[Tensor, Tensor | None]:
         s, tape = self.s, self.tape
-        copy = self._copy_of_weight(saved, True)
+        copy = self._copy_of_weight()
         g = tape.make("activations", "gradient of the hidden states", s.B, s.C, s.h, s.w)
         weight = self._weight_gradient()
         logits = tape.make("logits", "a chunk's, then their gradient", self.rows, s.V, 4)

@@ -58,6 +58,11 @@ class Shape:
         return self.rank * max(max(self.linears[name]) for name in self.targets) if self.lora else self.V * self.h
 
     @property
+    def cached(self) -> tuple[int, int]:
+        """Bytes of a cached key, which the rotary embedding brings to the weights' dtype, and of a cached value."""
+        return self.w, self.w if self.nf4 else self.a
+
+    @property
     def added_apart(self) -> bool:
         """Whether the embedding's and the tied head's gradients are added into a third tensor."""
         return self.arch.tie_word_embeddings and self.recipe.logits == "full" and not self.lora

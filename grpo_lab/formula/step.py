@@ -83,22 +83,21 @@ def _rollout(s: Shape, tape: Tape) -> None:
     if copies and not s.lora:
         copies.append(tape.make("activations", "16-bit copy of the head's weight", s.V, s.h, 2))
     _generate(s, tape, rows // group, s.P, 0)
-    sizes = (s.w, s.w if s.nf4 else s.a)
     logits = tape.make("logits", "of the last token", rows, s.V, s.a)
     if s.C > 1:
         _generate(s, tape, rows, 1, s.T - 2)
-    cache = [tape.make("KV cache", "keys and values", rows, max(1, s.T - 1), s.kv, size, count=s.L) for size in sizes]
+    cache = [tape.make("KV cache", "keys and values", rows, max(1, s.T - 1), s.kv, size, count=s.L)
+             for size in s.cached]  # fmt: skip
     _sample(s, tape, rows)
     tape.drop(logits, *cache, *copies)
 
 
 def _generate(s: Shape, tape: Tape, rows: int, length: int, past: int) -> None:
     """The last layer of a forward pass, beside the caches of the others."""
-    sizes = (s.w, s.w if s.nf4 else s.a)
     others = [tape.make("KV cache", "keys and values", rows, length + past, s.kv, size, count=s.L - 1)
-              for size in sizes]  # fmt: skip
+              for size in s.cached]  # fmt: skip
     own = tuple(tape.make("KV cache", "a layer's keys or values", rows, past, s.kv, size) if past else None
-                for size in sizes)  # fmt: skip
+                for size in s.cached)  # fmt: skip
     layer = Layer(s, tape, rows, length, past=past)
     x = layer.activation("hidden states", s.h, s.w)
     before = len(tape.events)
@@ -194,6 +193,4 @@ def _backward(s: Shape, tape: Tape, saved: dict) -> None:
         layers = _put(tape, gradients)
         embedding_backward(s, tape, head)
         tape.drop(*layers)
-    elif head is not None:
-        tape.drop(head)
     tape.drop(g)
