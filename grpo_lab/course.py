@@ -58,7 +58,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("bfloat16", "+ bfloat16 weights", {"dtype": "bfloat16"}, "05"),
     Stage("checkpointing", "+ checkpointing", {"activation_checkpointing": True}, "06"),
     Stage("chunked_logits", "+ chunked logits", {"logits": "chunked", "logits_chunk_size": 256}, "07"),
-    Stage("no_reference", "+ no reference, fused AdamW", {"beta": 0.0, "optim": "adamw_torch_fused"}, "08"),
+    Stage("no_reference", "+ no reference model", {"beta": 0.0}, "08"),
     Stage("lora", "+ LoRA", {"lora_rank": 16}, "09"),
     Stage("rollout_chunks", "+ rollouts in chunks", {"rollout_batch_size": 4}, "10"),
 )
