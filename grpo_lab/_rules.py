@@ -37,10 +37,25 @@ WHOLE = {
     "max_completion_length": 1,
     "rollout_batch_size": 1,
     "logits_chunk_size": 1,
+    "micro_batch_tokens": 1,
     "seed": 0,
 }
-OPTIONAL = {"lora_rank", "lora_alpha", "steps_per_generation", "rollout_batch_size", "epsilon_high"}
-FLAGS = ("activation_checkpointing", "activation_offload", "optimizer_offload")
+OPTIONAL = {
+    "lora_rank",
+    "lora_alpha",
+    "steps_per_generation",
+    "rollout_batch_size",
+    "epsilon_high",
+    "micro_batch_tokens",
+}
+FLAGS = (
+    "activation_checkpointing",
+    "activation_offload",
+    "optimizer_offload",
+    "optimizer_in_backward",
+    "master_weights",
+    "reference_offload",
+)
 # (lowest, whether the lowest itself is allowed)
 NUMBERS = {
     "beta": (0, True),
@@ -67,6 +82,10 @@ def check(recipe: Recipe) -> None:
         _divisible,
         _lora,
         _offload,
+        _reference,
+        _master_weights,
+        _in_backward,
+        _token_budget,
         _bfloat16,
         _float16,
         _two_halves,
@@ -227,6 +246,68 @@ def _offload(recipe: Recipe) -> None:
         raise ValueError(
             "activation_offload=True moves the checkpoints of activation_checkpointing to the host: set "
             "activation_checkpointing=True as well"
+        )
+
+
+def _reference(recipe: Recipe) -> None:
+    if recipe.reference_offload and not recipe.needs_reference:
+        why = "an adapter, switched off, is the reference" if recipe.lora_rank else "beta=0 needs no reference"
+        raise ValueError(
+            f"reference_offload=True has nothing to move, for {why}: set reference_offload=False"
+            + ("" if recipe.lora_rank else ", or beta above 0")
+        )
+
+
+def _master_weights(recipe: Recipe) -> None:
+    if not recipe.master_weights:
+        return
+    if recipe.lora_rank is not None:
+        raise ValueError(
+            "master_weights=True copies weights that train in 16 bits, and with lora_rank only adapters "
+            f'train, in lora_dtype="{recipe.lora_dtype}": set master_weights=False'
+        )
+    if recipe.dtype == "float32":
+        raise ValueError(
+            'master_weights=True adds nothing to dtype="float32": set dtype="bfloat16", or '
+            "master_weights=False"
+        )
+
+
+def _in_backward(recipe: Recipe) -> None:
+    if not recipe.optimizer_in_backward:
+        return
+    if recipe.gradient_accumulation_steps > 1:
+        raise ValueError(
+            "optimizer_in_backward=True frees each gradient at once, so nothing can add up over "
+            f"gradient_accumulation_steps={recipe.gradient_accumulation_steps}: set that to 1, or use "
+            "optimizer_offload=True, which adds up on the host"
+        )
+    for name in ("optimizer_offload", "master_weights"):
+        if getattr(recipe, name):
+            raise ValueError(
+                f"optimizer_in_backward=True and {name}=True exclude each other: one steps in the backward, "
+                "the other hands the gradients over there"
+            )
+    if "float16" in (recipe.dtype, recipe.autocast):
+        raise ValueError(
+            "optimizer_in_backward=True steps before a float16 gradient scaler could look for overflows: use "
+            "bfloat16"
+        )
+
+
+def _token_budget(recipe: Recipe) -> None:
+    tokens = recipe.micro_batch_tokens
+    if tokens is None:
+        return
+    if tokens < recipe.sequence_length:
+        raise ValueError(
+            f"micro_batch_tokens={tokens} must hold one sequence of max_prompt_length + "
+            f"max_completion_length = {recipe.sequence_length} tokens"
+        )
+    if recipe.loss_type == "bnpo":
+        raise ValueError(
+            'micro_batch_tokens changes what loss_type="bnpo" divides by, the tokens of a micro-batch: use '
+            '"dapo", "grpo" or "dr_grpo"'
         )
 
 

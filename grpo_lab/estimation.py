@@ -143,7 +143,8 @@ def estimate(recipe: Recipe, gpu: str | int | None = None) -> Estimate:
         raise TypeError(f"estimate takes a Recipe, not {type(recipe).__name__}: make one with Recipe(model=...)")
     if gpu is not None:
         recipe = recipe.replace(gpu=gpu)
-    for name in ("activation_offload", "optimizer_offload"):
+    for name in ("activation_offload", "optimizer_offload", "optimizer_in_backward", "master_weights",
+                 "reference_offload"):
         if getattr(recipe, name):
             raise NotImplementedError(f"{name}=True is not counted by this version: leave it at False")
     card = recipe.card

@@ -128,16 +128,24 @@ class Recipe:
     """Sequences generated at once; None generates the whole generation batch, as TRL does."""
     beta: float = 0.0
     """KL coefficient. Above 0, full training keeps a reference model."""
+    reference_offload: bool = False
+    """Keep the reference model's layers in host memory but for the one that runs."""
     activation_checkpointing: bool = False
     activation_offload: bool = False
     """Keep the checkpoints in host memory; needs activation_checkpointing."""
+    micro_batch_tokens: int | None = None
+    """Pack micro-batches to this many tokens with padding, longest first, instead of counting rows."""
     logits: str = "full"
     """"full" materializes them; "chunked" recomputes them `logits_chunk_size` tokens at a time."""
     logits_chunk_size: int = 1024
     optim: str = "adamw_torch"
     """By transformers' names."""
     optimizer_offload: bool = False
-    """Keep the optimizer's states in host memory."""
+    """Keep the optimizer's states, and the weights that it updates, in host memory; gradients go there, too."""
+    optimizer_in_backward: bool = False
+    """Step each weight when its gradient is complete, then free it: no accumulation, no clipping."""
+    master_weights: bool = False
+    """Update a float32 copy of 16-bit weights."""
     attn_implementation: str = "sdpa"
     loss_type: str = "dapo"
     scale_rewards: str = "group"
@@ -226,6 +234,17 @@ class Recipe:
     def rollout_batch(self) -> int:
         """Sequences that are generated at once."""
         return min(self.rollout_batch_size or self.generation_batch_size, self.generation_batch_size)
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Full-length sequences in one forward and backward.
+
+        >>> Recipe(micro_batch_tokens=2048).micro_batch_rows       # of 256 + 256 tokens
+        4
+        """
+        if self.micro_batch_tokens is None:
+            return self.per_device_train_batch_size
+        return max(1, self.micro_batch_tokens // self.sequence_length)
 
     @property
     def sequence_length(self) -> int:

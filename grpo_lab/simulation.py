@@ -17,6 +17,8 @@ from types import SimpleNamespace
 import torch
 
 from .grpo import rollout, setup
+from .grpo.offload import stream_layers
+from .grpo.optimizer import make_optimizer
 from .grpo.step import Samples, step
 from .memory import MemoryReport, VirtualGPU, track
 from .recipe import Recipe
@@ -56,6 +58,7 @@ def simulate(recipe: Recipe, *, gpu: str | int | None = None, steps: int | None 
                                     compute_dtype=recipe.autocast, **load), None
         if recipe.needs_reference:
             reference = gpu.load(recipe.model, category="reference model", **load).requires_grad_(False)
+        recipe = _by_rows(recipe)
         _steps(recipe if every_micro_batch else _excerpt(recipe), model, reference, gpu.phase, steps,
                skip=not every_micro_batch)
         return gpu.report()
@@ -97,8 +100,10 @@ def spills(system: str, release: str) -> bool:
 
 def _steps(recipe, model, reference, phase, steps: int | None, skip: bool = False) -> None:
     """GRPO steps on batches of the maximum lengths; ``skip`` jumps over all tokens but the first and the last."""
+    if recipe.reference_offload:
+        stream_layers(reference)
     policy = setup.prepare(model, recipe)
-    optimizer = setup.make_optimizer(policy, recipe)
+    optimizer = make_optimizer(policy, recipe)
     if steps is None:
         _make_states(optimizer, phase)
     for _ in range(steps or 1):
@@ -116,10 +121,11 @@ def _make_states(optimizer, phase) -> None:
     with phase("optimizer states"):
         one = torch.ones(1, 1, dtype=parameters[0].dtype, device=parameters[0].device, requires_grad=True)
         torch.mm(one, one).sum().backward()                 # each thread has a cuBLAS handle with a workspace
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for each in getattr(optimizer, "each", [optimizer]):    # one for each weight, if they step in the backward
+            for parameter in (p for group in each.param_groups for p in group["params"]):
+                parameter.grad = torch.zeros_like(parameter)
+            each.step()
+            each.zero_grad(set_to_none=True)
 
 
 def _rollout(policy, recipe, skip: bool) -> Samples:
@@ -164,9 +170,26 @@ def _first_and_last_token(policy, prompt_ids, prompt_mask, recipe) -> None:
             rollout.sample(rollout.decode(policy, token[:, None], mask, cache), recipe.temperature)
 
 
+def _by_rows(recipe: Recipe):
+    """A budget of tokens as the rows of full length that fill it, for fake lengths can't be looked at."""
+    if recipe.micro_batch_tokens is None:
+        return recipe
+    window = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+    rows = min(recipe.micro_batch_rows, window)
+    windows = (recipe.steps_per_generation or recipe.gradient_accumulation_steps) // recipe.gradient_accumulation_steps
+    accumulation = -(-window // rows)
+    return _changed(recipe, micro_batch_tokens=None, per_device_train_batch_size=rows,
+                    gradient_accumulation_steps=accumulation, steps_per_generation=windows * accumulation)
+
+
 def _excerpt(recipe: Recipe):
     """The recipe with two micro-batches at most, one optimizer step a generation batch: the others are like them."""
     accumulation = min(2, recipe.gradient_accumulation_steps)
+    return _changed(recipe, gradient_accumulation_steps=accumulation, steps_per_generation=accumulation,
+                    num_iterations=1)
+
+
+def _changed(recipe, **changes) -> SimpleNamespace:
+    """What a recipe says with some of it changed, unchecked: an excerpt needs no whole groups."""
     names = {name: getattr(recipe, name) for name in dir(recipe) if not name.startswith("_")}
-    return SimpleNamespace(**names | {"gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation,
-                                      "num_iterations": 1})
+    return SimpleNamespace(**names | changes)

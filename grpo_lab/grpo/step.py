@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from .batches import token_batches
 from .loss import loss_metrics, policy_loss, token_logps
 
 Phase = Callable[[str], AbstractContextManager]
@@ -69,6 +70,15 @@ class Samples:
         """Slices of `size` rows, the last one possibly shorter."""
         return (self[start : start + size] for start in range(0, len(self), size))
 
+    def trim(self) -> Samples:
+        """Without the columns that are padding in every row, on the left of prompts and the right of completions."""
+        left = self.prompt_mask.shape[1] - int(self.prompt_mask.sum(1).max())
+        right = int(self.completion_mask.sum(1).max())
+        columns = {name: slice(left, None) for name in ("prompt_ids", "prompt_mask")}
+        columns |= {name: slice(right) for name in ("completion_ids", "completion_mask", "old_logps", "ref_logps")}
+        cut = {name: value[:, which] for name, which in columns.items() if (value := getattr(self, name)) is not None}
+        return replace(self, **cut)
+
 
 def score(policy, samples: Samples, recipe, reference=None, phase: Phase = nullcontext) -> Samples:
     """The samples with old and reference log-probs where the recipe needs them, micro-batch by micro-batch.
@@ -96,8 +106,21 @@ def score(policy, samples: Samples, recipe, reference=None, phase: Phase = nullc
 
 @torch.no_grad()
 def _score_with(model, samples: Samples, recipe) -> Tensor:
-    micro_batches = samples.micro_batches(recipe.per_device_train_batch_size)
+    micro_batches = samples.micro_batches(recipe.micro_batch_rows)
     return torch.cat([_token_logps(model, micro, recipe) for micro in micro_batches])
+
+
+def micro_batches(samples: Samples, recipe) -> Iterator[Samples]:
+    """What goes through the model at once: `per_device_train_batch_size` rows, or `micro_batch_tokens` tokens.
+
+    >>> [len(micro) for micro in micro_batches(samples, recipe)]                  # doctest: +SKIP
+    """
+    if recipe.micro_batch_tokens is None:
+        return samples.micro_batches(recipe.per_device_train_batch_size)
+    # a batch holds its longest prompt beside its longest completion: count every prompt as the longest
+    lengths = samples.prompt_mask.sum(1).max() + samples.completion_mask.sum(1)
+    batches = token_batches(lengths.tolist(), recipe.micro_batch_tokens)
+    return (samples[torch.tensor(rows, device=lengths.device)].trim() for rows in batches)
 
 
 def _token_logps(model, samples: Samples, recipe, **keywords):
@@ -140,7 +163,7 @@ def update(
         windows_a_batch = _steps_per_generation(recipe) / recipe.gradient_accumulation_steps
         samples = replace(samples, num_items=samples.completion_mask.sum() * windows_a_batch)
     losses, metrics = [], []
-    for micro in samples.micro_batches(recipe.per_device_train_batch_size):
+    for micro in micro_batches(samples, recipe):
         with phase("forward"):
             loss, micro_metrics = micro_batch_loss(policy, micro, recipe)
         with phase("backward"):
@@ -150,8 +173,10 @@ def update(
     with phase("optimizer"):
         if scaler is not None:
             scaler.unscale_(optimizer)
-        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         grad_norm = torch.nn.utils.clip_grad_norm_(trained, max_grad_norm)
+        if all(parameter.grad is None for parameter in trained):  # the backward has freed them
+            grad_norm = torch.full_like(losses[0], torch.nan)
         if scaler is None:
             optimizer.step()
         else:

@@ -13,15 +13,18 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
 from .loss import group_advantages, nanstd
+from .offload import stream_layers
+from .optimizer import make_optimizer
 from .rollout import encode_prompts, generate, is_eos, reward_completions, special_tokens
-from .setup import make_optimizer, prepare
-from .step import MAX_GRAD_NORM, Samples, score, update, windows
+from .setup import prepare
+from .step import MAX_GRAD_NORM, Samples, micro_batch_loss, score, update, windows
 
 COLUMNS = (
     "step", "reward", "reward_std", "loss", "grad_norm", "kl", "entropy", "clip_ratio", "completion_length",
@@ -36,7 +39,7 @@ def train(
     reward_funcs: Sequence[Callable] | Callable | None = None, progress: bool = True,
     lr_scheduler_type: str = "linear", final_lr_fraction: float = 0.0, adam_beta1: float = 0.9,
     adam_beta2: float = 0.999, weight_decay: float = 0.0, max_grad_norm: float = MAX_GRAD_NORM,
-    skip_flat_groups: bool = False, share_prefill: bool = True,
+    skip_flat_groups: bool = False, share_prefill: bool = True, warm_up: bool = False,
     callback: Callable[[dict], None] | None = None,
 ):  # fmt: skip
     """Train with GRPO; returns the trained model and the history, a DataFrame with a row per optimizer step.
@@ -47,8 +50,9 @@ def train(
     A `model` that is passed is trained in place; without one it is loaded by the recipe's name. Without
     `prompts` (dicts with a "prompt" and the columns that the rewards want) or `reward_funcs` (with TRL's
     signature) they are those of the recipe's task. The learning rate is "constant" or falls ("linear",
-    "cosine") to `final_lr_fraction` of its start. `callback` gets each row of the history. Ctrl-C returns
-    what there is.
+    "cosine") to `final_lr_fraction` of its start. `warm_up` first runs a batch of the maximum lengths through forward
+    and backward, so that memory that won't do shows in the first second; it changes no weight. `callback` gets each
+    row of the history. Ctrl-C returns what there is.
 
     In the history, `loss` is 0 where each update takes fresh samples and beta is 0, for the ratios are 1 and
     a group's advantages add up to 0. Its gradient is not 0: look at `reward` and `grad_norm`. `kl` is there
@@ -59,10 +63,15 @@ def train(
     encode_prompts(tokenizer, prompts, max_prompt_length=recipe.max_prompt_length)  # refuse before any work
     lr_fraction(0, 1, lr_scheduler_type)
     reference = copy.deepcopy(model).requires_grad_(False).eval() if recipe.needs_reference else None
+    if recipe.reference_offload:
+        stream_layers(reference)
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(recipe.seed)  # for an adapter's first weights; the caller's random state stays
         policy = prepare(model, recipe)
+    if warm_up:  # before an optimizer could step in the backward
+        longest_batch(policy, recipe, device)
+        policy.zero_grad(set_to_none=True)
     optimizer = make_optimizer(
         policy, recipe, adam_beta1=adam_beta1, adam_beta2=adam_beta2, weight_decay=weight_decay
     )
@@ -117,6 +126,24 @@ def train(
         bar.close()
     columns = [name for name in COLUMNS if name != "kl" or recipe.beta != 0.0]
     return policy, pd.DataFrame(history, columns=columns)
+
+
+def longest_batch(policy, recipe, device) -> None:
+    """Forward and backward of one micro-batch of the maximum lengths; the gradients stay.
+
+    >>> longest_batch(policy, recipe, device)                                     # doctest: +SKIP
+    """
+    prompt, completion = (
+        torch.ones(recipe.micro_batch_rows, length, dtype=torch.long, device=device)
+        for length in (recipe.max_prompt_length, recipe.max_completion_length)
+    )
+    advantages = torch.zeros(recipe.micro_batch_rows, device=device)
+    samples = Samples(prompt, prompt, completion, completion, advantages, num_items=completion.sum())
+    if recipe.needs_old_logps or recipe.beta != 0.0:
+        zeros = torch.zeros(completion.shape, device=device)
+        samples = replace(samples, old_logps=zeros, ref_logps=zeros)
+    loss, _ = micro_batch_loss(policy, samples, recipe)
+    loss.backward()
 
 
 def sample_batch(

@@ -17,7 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import cuda_kernels
-from .ledger import Ledger, aten, op_name
+from .host import HostMemory
+from .ledger import Ledger, aten, leaves, op_name
 from .values import READ_AS
 
 WHICH_DEVICE = torch.ops.prim.device.default
@@ -33,6 +34,7 @@ class VirtualLedger(Ledger):
         super().__init__(*args, **kwargs)
         self.capability, self._handles = capability, set()
         self._elsewhere, self._paged = 0, []
+        self.host, self._stepping = HostMemory(counts=capability is not None), None
         self.on_the_card = {}           # op -> f(run, *args): what it does there, op by op; None where the op will do
         self.run = lambda func, args, kwargs: func(*args, **kwargs)
 
@@ -43,6 +45,9 @@ class VirtualLedger(Ledger):
             constant = args[0].constant if isinstance(args[0], FakeTensor) else args[0]
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 return READ_AS.get(args[0].dtype, 1) if constant is None else constant.item()
+        if kwargs and kwargs.get("pin_memory"):             # asked for inside another op, by a hook of autograd's
+            with self.host.making("host"):
+                return self.__torch_dispatch__(func, types, args, {**kwargs, "pin_memory": False})
         if func in self.on_the_card:
             out = self.on_the_card[func](self._run_one, *args, **(kwargs or {}))
             if out is not None:
@@ -52,7 +57,7 @@ class VirtualLedger(Ledger):
         if func in MATMULS:
             self._workspaces(func, args, kwargs or {})
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in cuda_kernels.TEMPORARIES:
+        if func in cuda_kernels.TEMPORARIES and not self.host.takes(args):
             self._temporaries(func, args, kwargs or {})
         return out
 
@@ -80,6 +85,11 @@ class VirtualLedger(Ledger):
     def _see(self, func, args, out) -> None:
         if self._elsewhere:
             return
+        if self.host.takes(args):
+            for storage in (tensor.untyped_storage() for tensor in leaves(out)):
+                if storage._cdata not in self._records:
+                    self.host.enter(storage)
+            return
         if self.capability is not None and func in cuda_kernels.ON_THE_HOST:
             out = [item for place, item in enumerate(out) if place not in cuda_kernels.ON_THE_HOST[func]]
         super()._see(func, args, out)
@@ -95,10 +105,19 @@ class VirtualLedger(Ledger):
 
     def _before_step(self, optimizer, args, kwargs) -> None:
         super()._before_step(optimizer, args, kwargs)
+        if self.host.holds(p for group in optimizer.param_groups for p in group["params"]):
+            self._stepping = self.host.making("host")        # also what it makes without looking at a weight
+            self._stepping.__enter__()
         if getattr(optimizer, "is_paged", False) and "get_state_buffer" not in vars(optimizer):
             optimizer._cpu_paged_warned = True              # its fakes lie on a CPU: no word about that
             optimizer.get_state_buffer = functools.partial(self._paged_state, optimizer.get_state_buffer)
             self._paged.append(optimizer)
+
+    def _after_step(self, optimizer, args, kwargs) -> None:
+        if self._stepping is not None:
+            self._stepping.__exit__(None, None, None)
+            self._stepping = None
+        super()._after_step(optimizer, args, kwargs)
 
     def _paged_state(self, get_state_buffer, parameter, dtype=torch.float32):
         """bitsandbytes keeps larger states in managed memory (`get_state_buffer` in bitsandbytes/optim/optimizer.py)."""

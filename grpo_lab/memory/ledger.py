@@ -189,7 +189,7 @@ class Ledger(TorchDispatchMode):
         grad = torch.is_grad_enabled()
         if self._forward and not grad and torch._C._current_graph_task_id() != -1:
             self._classify_activations()
-        for tensor in (out,) if _is_plain(out) else _leaves(out):
+        for tensor in (out,) if _is_plain(out) else leaves(out):
             storage = tensor.untyped_storage()
             if storage._cdata in self._records:
                 continue
@@ -301,11 +301,12 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if tensor.layout is torch.strided and not tensor.is_meta else []
 
 
-def _leaves(out) -> list[torch.Tensor]:
+def leaves(out) -> list[torch.Tensor]:
+    """The plain tensors in what an op returned."""
     if isinstance(out, torch.Tensor):
         return _plain(out)
     if isinstance(out, (tuple, list)):
-        return [leaf for item in out for leaf in _leaves(item)]
+        return [leaf for item in out for leaf in leaves(item)]
     return []
 
 

@@ -40,7 +40,7 @@ class MemoryReport:
     is allocated and reserved after it, and the bytes of each category. ``oom``: None, or what was asked for
     (``requested``), by which ``op``, ``module`` and ``line``, of which ``category``, in which ``phase``, with what
     ``allocated`` and ``reserved`` by then. ``log``: the events, (+1 or -1, id, bytes, address, op, phase, category)
-    each; ``origins``: id -> (module, frames), where they are known.
+    each; ``peak_host``: what a simulated run had in the computer's own memory at most. ``origins``: id -> (module, frames), where they are known.
 
     The timeline ends with the last phase, or with the last allocation after it: what is given back later is the
     script's variables going out of scope, and how many have by then says when the report was asked for, not what the
@@ -57,6 +57,7 @@ class MemoryReport:
     card: str | None = None
     context: int = 0
     simulated: bool = True
+    peak_host: int = 0
     log: list = field(default_factory=list, repr=False, compare=False)
     origins: dict = field(default_factory=dict, repr=False, compare=False)
     heap: Heap = field(default_factory=Heap, repr=False, compare=False)
@@ -75,7 +76,8 @@ class MemoryReport:
         return cls(peak_allocated=int(timeline["allocated"].max()) if len(timeline) else 0,
                    peak_reserved=int(timeline["reserved"].max()) if len(timeline) else 0,
                    budget=budget, phases=_phases(ledger, timeline), categories=categories, timeline=timeline,
-                   oom=_oom(ledger), card=card, context=ledger.context, simulated=simulated, log=log, origins=origins,
+                   oom=_oom(ledger), card=card, context=ledger.context, simulated=simulated,
+                   peak_host=ledger.host.peak if simulated else 0, log=log, origins=origins,
                    heap=Heap.of(ledger.allocator))
 
     @property

@@ -28,6 +28,7 @@ from .allocator import CachingAllocator
 from .allocator_settings import AllocatorSettings
 from .card_ledger import VirtualLedger
 from .cuda_api import cuda_api
+from .host import is_host, moves
 from .ledger import held_by
 from .memo import Memo
 from .patches import cuda_choices, kv_cache_known
@@ -176,26 +177,43 @@ class CudaIsHere(ReadsOfValues):
     def __init__(self, ledger: VirtualLedger):
         super().__init__()
         self.ledger, self.capability = ledger, ledger.capability
-        self.handled = READS | {_CUDA, _TO} | (cuda_functions.HANDLED if self.capability is not None else set())
+        self.handled = READS | {_CUDA, _TO, _CPU} | (cuda_functions.HANDLED if self.capability is not None else set())
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in self.handled and "device" not in kwargs:         # nearly all: also ``x.shape`` comes by here
+        if func not in self.handled and "device" not in kwargs and "pin_memory" not in kwargs:
+            # nearly all: also ``x.shape`` comes by here
             return self.call(func, args, kwargs)
         if self.capability is not None:
             out = cuda_functions.on_the_card(func, args, kwargs, self.capability)
             if out is not cuda_functions.NOT_HERE:
                 return out
-        if func is _CUDA or func is _TO and any(_here(a) is not a for a in (*args[1:], *kwargs.values())):
-            args = (self.bring(args[0]), *args[1:])
-            if func is _CUDA:
-                return args[0]
-        if func is _TO:
-            args = tuple(_here(a) for a in args)
+        if func is _CPU or func is _CUDA or func is _TO:
+            return self.move(func, args, kwargs)
+        if kwargs.pop("pin_memory", False) or self.ledger.host.counts and is_host(kwargs.get("device")):
+            with self.ledger.host.making("host"):
+                return super().__torch_function__(func, types, args, kwargs)
         if "device" not in kwargs:
             return super().__torch_function__(func, types, args, kwargs)
-        out = super().__torch_function__(func, types, args, {**kwargs, "device": _here(kwargs["device"])})
+        with self.ledger.host.making(self.ledger.host.place or kwargs["device"] and "card"):
+            out = super().__torch_function__(func, types, args, {**kwargs, "device": _here(kwargs["device"])})
         return self.bring(out) if func in _FROM_DATA and _here(kwargs["device"]) is not kwargs["device"] else out
+
+    def move(self, func, args: tuple, kwargs: dict):
+        """``tensor.to``, ``.cpu()`` and ``.cuda()``: a copy where the tensor lies elsewhere, then the change of dtype."""
+        tensor, host = args[0], self.ledger.host
+        if func is _CPU and not isinstance(tensor, FakeTensor):
+            return tensor                                   # data that never was on the card
+        place, rest, others = ("host", (), {}) if func is _CPU else ("card", (), {})
+        if func is _TO:
+            place, rest, others = moves(args[1:], kwargs)
+        named = place == "card" and (func is _CUDA or any(_here(v) is not v for v in (*args[1:], *kwargs.values())))
+        if named and not host.holds([tensor]):
+            tensor = self.bring(tensor)
+        elif host.counts and place is not None and host.holds([tensor]) != (place == "host"):
+            with host.making(place):
+                tensor = tensor.clone()
+        return tensor.to(*rest, **others) if rest or others else tensor
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that no op made here, counted from now on: a real one is replaced by a fake."""
@@ -206,7 +224,7 @@ class CudaIsHere(ReadsOfValues):
         return tensor
 
 
-_CUDA, _TO = torch.Tensor.cuda, torch.Tensor.to
+_CUDA, _CPU, _TO = torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.to
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 
 

@@ -101,11 +101,6 @@ def test_the_same_recipe_gives_the_same_bytes(small):
     assert one.timeline.equals(two.timeline)
 
 
-def test_what_this_version_cannot_simulate_is_said(small):
-    with pytest.raises(NotImplementedError, match="optimizer_offload"):
-        simulate(small(optimizer_offload=True))
-
-
 def test_the_kv_cache_is_known_by_name(small):
     """It was counted among the rollout's temporaries once."""
     recipe = small(max_completion_length=100)
