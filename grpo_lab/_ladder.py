@@ -135,6 +135,17 @@ def _checkpointing(recipe: Recipe) -> Change | None:
                   "GRPOConfig(gradient_checkpointing=True)", "the same numbers, computed again instead of kept")  # fmt: skip
 
 
+def _checkpoint_offload(recipe: Recipe) -> Change | None:
+    if not recipe.activation_checkpointing or recipe.activation_offload:
+        return None
+    arch, tokens = models.architecture(recipe.model), recipe.micro_batch_rows * recipe.sequence_length
+    bytes_ = arch.num_hidden_layers * tokens * arch.hidden_size * (4 if recipe.dtype == "float32" else 2)
+    return Change({"activation_offload": True}, "time", "checkpoints in host memory",
+                  f"time: {bytes_ / 2**30:.2f} GiB cross the bus and come back in each micro-batch, beside the computation",
+                  'GRPOConfig(activation_checkpointing_kwargs={"offload": True}), which copies and computes by turns',
+                  "the same numbers; two layers' inputs stay on the card")  # fmt: skip
+
+
 # ---- precision ----------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +188,19 @@ def _paged_states(recipe: Recipe) -> Change | None:
                   "time: the states cross the bus at each optimizer step; changes learning little, as above",
                   'GRPOConfig(optim="paged_adamw_8bit")',
                   "the states lie in managed memory, outside PyTorch's")  # fmt: skip
+
+
+def _host_optimizer(recipe: Recipe) -> Change | None:
+    if recipe.optimizer_offload or recipe.optimizer_in_backward or recipe.lora_rank is not None:
+        return None
+    weights, number = models.architecture(recipe.model).parameters, 4 if recipe.dtype == "float32" else 2
+    states = {"adamw_torch": 2, "adamw_torch_fused": 2, "adamw_8bit": 2 / number, "paged_adamw_8bit": 2 / number}
+    host = weights * number * (2 + states.get(recipe.optim, 0))
+    return Change({"optimizer_offload": True}, "optimizer", "the optimizer in host memory",
+                  f"time: {weights * number / 2**30:.1f} GiB of gradients cross the bus in each micro-batch, the weights come "
+                  f"back at each step, and the host's cores do the step; about {host / 2**30:.0f} GiB of host memory",
+                  "no such field: DeepSpeed's ZeRO-Offload (GRPOConfig(deepspeed=...)) does the same",
+                  "the same update; neither gradients nor states stay on the card")  # fmt: skip
 
 
 # ---- adapters -----------------------------------------------------------------------------------------------------
@@ -242,8 +266,8 @@ def _smaller_model(recipe: Recipe) -> Change | None:
 FREE = (forgotten_dtype, _chunked_logits, _fused, _smaller_micro_batch)  # change neither learning nor, much, the time
 Rung = Callable[[Recipe], "Change | None"]
 RUNGS: tuple[Rung, ...] = (
-    *FREE, _no_reference, _rollout_chunks, _checkpointing, _sixteen_bits,
-    _small_states, _paged_states, _lora, _nf4, _shorter, _fewer, _smaller_model,
+    *FREE, _no_reference, _rollout_chunks, _checkpointing, _checkpoint_offload, _sixteen_bits,
+    _small_states, _paged_states, _host_optimizer, _lora, _nf4, _shorter, _fewer, _smaller_model,
 )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def notes(kind: str, numbers: Numbers, others: int, found: tuple[Candidate, ...]
     asked = re.search(rf"[Tt]ried to allocate {SIZE}", message)
     if asked and says_nothing(asked[1]):
         what = "from 1 to 10 MiB" if asked[1].startswith("20") else "up to 1 MiB"
-        owners = list(estimate(recipe).by_category().items())[:3] if _counted(recipe) else ()
+        owners = list(estimate(recipe).by_category().items())[:3] if recipe is not None else ()
         yield (f"{asked[1]} are what PyTorch asks the driver for on behalf of any tensor {what}: the last straw, not the "
                "load."
                + (" At the peak, the recipe's largest owners are " if owners else "")
@@ -111,9 +111,6 @@ def advice(kind: str, numbers: Numbers, others: int, found: tuple[Candidate, ...
 
 def _plan(numbers: Numbers, recipe: Recipe) -> Iterator[str]:
     """What `advise` would change, on the card that the message is from."""
-    if not _counted(recipe):
-        yield "offloads are not counted by this version: advise(recipe) says what to change without them"
-        return
     capacity, card = numbers.get("capacity"), recipe.card
     if capacity is not None and abs(capacity - card.total_memory) > ANOTHER_CARD * card.total_memory:
         yield (f"the message is from a card with {human(capacity)}, and the recipe names {card.name}: give the recipe that "
@@ -129,7 +126,3 @@ def _plan(numbers: Numbers, recipe: Recipe) -> Iterator[str]:
     plan = advise(recipe, verify=False)
     changes = ", ".join(taken.change.what for taken in plan.taken)
     yield f"to make the recipe fit: {changes}" if plan.fits else plan.text
-
-
-def _counted(recipe: Recipe | None) -> bool:
-    return recipe is not None and not (recipe.activation_offload or recipe.optimizer_offload)

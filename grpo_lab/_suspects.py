@@ -76,10 +76,7 @@ def _shown(nbytes: int, asked: str) -> bool:
 
 def _own(recipe: Recipe) -> Iterator[Candidate]:
     """What the estimate counts, term by term: tensors of our own step."""
-    try:
-        moments = estimate(recipe).moments
-    except NotImplementedError:  # an offload: its tensors have the same sizes
-        moments = estimate(recipe.replace(activation_offload=False, optimizer_offload=False)).moments
+    moments = estimate(recipe).moments
     s = Shape(recipe)
     for name in sorted(moments, key=lambda phase: -moments[phase].bytes):
         for term in moments[name].terms:

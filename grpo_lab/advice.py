@@ -101,7 +101,7 @@ def advise(recipe: Recipe, gpu: str | int | None = None, *, verify: bool = True)
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"advise takes a Recipe, not {type(recipe).__name__}: make one with Recipe(model=...)")
-    start = _available(recipe if gpu is None else _on(recipe, gpu))
+    start = recipe if gpu is None else _on(recipe, gpu)
     notes = tuple(_notes(recipe, start))
     budget, report = start.card.budget, None
     for attempt in range(TRIES):
@@ -122,14 +122,7 @@ def advise(recipe: Recipe, gpu: str | int | None = None, *, verify: bool = True)
                   free(found) if fits else (), report, least, attempt, notes)  # fmt: skip
 
 
-def _available(recipe: Recipe) -> Recipe:
-    """Offloads can't be counted yet: the recipe without them."""
-    return recipe.replace(activation_offload=False, optimizer_offload=False)
-
-
 def _notes(asked: Recipe, start: Recipe) -> Iterator[str]:
-    if asked.activation_offload or asked.optimizer_offload:
-        yield "Offloads are not available in this version, and left out."
     if (asked.dtype, asked.autocast, asked.lora_dtype) != (start.dtype, start.autocast, start.lora_dtype):
         autocast = f", autocast {start.autocast}" if start.autocast else ""
         yield f"{start.card.name} has no bfloat16: taken with weights in {start.dtype}{autocast}."

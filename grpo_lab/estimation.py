@@ -137,16 +137,12 @@ def estimate(recipe: Recipe, gpu: str | int | None = None) -> Estimate:
     >>> estimate(Recipe(model="Qwen2.5-0.5B", gpu="RTX 3090", beta=0.04)).by_category()["reference model"] // 10**6
     988
 
-    TypeError for anything but a Recipe; NotImplementedError for what `grpo.setup.prepare` can't carry out either.
+    TypeError for anything but a Recipe.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"estimate takes a Recipe, not {type(recipe).__name__}: make one with Recipe(model=...)")
     if gpu is not None:
         recipe = recipe.replace(gpu=gpu)
-    for name in ("activation_offload", "optimizer_offload", "optimizer_in_backward", "master_weights",
-                 "reference_offload"):
-        if getattr(recipe, name):
-            raise NotImplementedError(f"{name}=True is not counted by this version: leave it at False")
     card = recipe.card
     return Estimate(recipe, play(recipe).peaks, card.budget, card.name)
 

@@ -30,9 +30,11 @@ CHOSEN: dict[str, tuple[str, list[Any]]] = {
     "rollout_batch_size": ("rollout batch", [None, *POWERS]),
     "logits": ("logits", list(CHOICES["logits"])),
     "activation_checkpointing": ("checkpointing", [False, True]),
+    "activation_offload": ("checkpoints on host", [False, True]),
     "dtype": ("weights in", list(CHOICES["dtype"])),
     "autocast": ("autocast", list(CHOICES["autocast"])),
     "optim": ("optimizer", list(CHOICES["optim"])),
+    "optimizer_offload": ("optimizer on host", [False, True]),
     "lora_rank": ("LoRA rank", [None, 4, 8, 16, 32, 64, 128]),
     "quantization": ("quantization", list(CHOICES["quantization"])),
     "beta": ("reference (beta)", [0.0, 0.001, 0.04]),
@@ -51,7 +53,6 @@ WORDS = {
 }  # fmt: skip
 STYLE = {"description_width": "120px"}
 RUNNING = '<progress aria-label="simulating"></progress> <i>the real step, without data: some seconds</i>'
-NOT_YET = "activation_offload and optimizer_offload are not available in this version"
 
 
 def explore(recipe: Recipe | None = None) -> Explorer:
@@ -101,7 +102,7 @@ class Explorer:
             fields = {name: control.value for name, control in self.controls.items()}
             recipe = self.start.replace(**{k: None if v == NONE else v for k, v in fields.items()})
             cached(recipe)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError) as error:
             self.problem = str(error)
         else:
             self.recipe, self.problem = recipe, ""
@@ -151,8 +152,6 @@ class Explorer:
     def _laid_out(self) -> widgets.VBox:
         wide = [self.controls[name] for name in WIDE]
         rest = [control for name, control in self.controls.items() if name not in WIDE]
-        rest.append(widgets.Dropdown(options=["not available yet"], description="offload", tooltip=NOT_YET,
-                                     disabled=True, style=STYLE, layout=widgets.Layout(width="auto")))  # fmt: skip
         right = widgets.VBox([self._table, self._most], layout=widgets.Layout(width="40%"))
         self._picture.layout.width = "60%"
         buttons = widgets.HBox([self.pin, self.simulate, self._simulated])

@@ -1,7 +1,7 @@
-"""Draw the README's picture and write the table under it: `make pictures` (minutes the first time).
+"""Draw the README's picture and write its tables: `make pictures` (minutes the first time).
 
-Every number comes from simulating the course's stages; none is typed. The table goes between the README's two
-`waterfall` comments, the picture into docs/.
+Numbers of the waterfall come from simulating the course's stages, the claims from `data/claims.csv`; none is typed. Each
+table goes between two comments of its name in the README, the picture into docs/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,21 @@ from grpo_lab import course, plots
 
 ROOT = Path(__file__).resolve().parents[1]
 LAST = course.STAGES[-1].notebook
-BLOCK = re.compile(r"(<!-- waterfall -->\n).*?(<!-- end of waterfall -->)", re.DOTALL)
+README = ROOT / "README.md"
+
+
+def put(name: str, text: str) -> None:
+    """Write a block of the README, between its two comments."""
+    block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    README.write_text(block.sub(lambda found: found[1] + text + found[2], README.read_text()))
+
+
+def claims() -> str:
+    """What the article claims, and what was measured, as Markdown."""
+    lines = ["| claim | measured | verdict | notebook |", "|---|---|---|---|"]
+    for row in pd.read_csv(ROOT / "data" / "claims.csv", dtype=str).itertuples():
+        lines.append(f"| {row.claim} | {row.measured} | **{row.verdict}** | {row.notebook} |")
+    return "\n".join(lines) + "\n"
 
 
 def table(rows: pd.DataFrame) -> str:
@@ -32,9 +46,8 @@ def main() -> None:
     picture = plots.waterfall(rows)
     (ROOT / "docs").mkdir(exist_ok=True)
     picture.savefig(ROOT / "docs" / "waterfall.png", dpi=144, facecolor="white", metadata={"Software": None})
-    readme = ROOT / "README.md"
-    block = f"![{picture.alt}](docs/waterfall.png)\n\n{table(rows)}\n"
-    readme.write_text(BLOCK.sub(lambda found: found[1] + block + found[2], readme.read_text()))
+    put("waterfall", f"![{picture.alt}](docs/waterfall.png)\n\n{table(rows)}\n")
+    put("claims", claims())
     print(picture.alt)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .shape import Shape
+from .shape import Shape, stepping
 from .tape import Tape, Tensor
 
 ENTROPY_ROWS = 128  # grpo/loss.py
@@ -130,4 +130,15 @@ def embedding_backward(s: Shape, tape: Tape, head: Tensor | None) -> None:
         tape.drop(tape.make("temporaries", "sums of segments", n // 10 + min(n, s.V), s.h, 4))
     # a product's gradient is a transposed view, into which nothing is added in place
     both = tape.make("gradients", "of embedding and head", s.V, s.h, s.w) if s.added_apart else None
+    if both is not None:
+        tape.drop(gradient, head)
+        gradient = head = None
+    elif s.arch.tie_word_embeddings:  # added into one
+        tape.drop(head)
+        head = None
+    if s.master:
+        tape.drop(tape.make("gradients", "of the embedding, in float32", s.V, s.h, 4))
+    if s.recipe.optimizer_in_backward:
+        for term in stepping(s)[1:]:
+            tape.drop(tape.make(term.category, term.what, *term.factors, count=term.count))
     tape.drop(gradient, head, both)

@@ -105,12 +105,14 @@ class Products:
         return gx
 
     def _weight_gradient(self, name: str, numbers: int) -> None:
-        """Under autocast of the 16-bit copy first. It stays, or is added to the micro-batches' before."""
+        """Under autocast of the 16-bit copy first. It stays, is added to the micro-batches' before, or leaves."""
         s, tape = self.s, self.tape
         half = tape.make("gradients", f"of {name}'s copy", numbers, 2) if s.cast else None
         gradient = tape.make("gradients", f"of {name}", numbers, s.w)
         tape.drop(half)
-        if s.accumulates:
+        if s.master:
+            gradient = self.replaced(gradient, tape.make("gradients", f"of {name}, in float32", numbers, 4))
+        if s.accumulates or s.leaving:
             tape.drop(gradient)
 
     def _adapter_backward(self, name: str, g: Tensor, size: int, saved: dict) -> tuple[Tensor, Tensor]:

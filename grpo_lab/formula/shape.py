@@ -19,12 +19,13 @@ MiB = 2**20
 
 class Shape:
     """B completions a micro-batch, T tokens each, C of them completion; bytes of a number: w of a weight, a of a
-    product's result, x of a product's input, t of what is trained."""
+    product's result, x of a product's input, t of what is trained, u of what the optimizer updates."""
 
     def __init__(self, recipe) -> None:
         arch = self.arch = models.architecture(recipe.model)
         self.recipe, self.lora, self.nf4 = recipe, recipe.lora_rank is not None, recipe.quantization is not None
-        self.B, self.T = recipe.per_device_train_batch_size, recipe.sequence_length
+        window = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+        self.B, self.T = min(recipe.micro_batch_rows, window), recipe.sequence_length
         self.P, self.C = recipe.max_prompt_length, recipe.max_completion_length
         self.L, self.V, self.h = arch.num_hidden_layers, arch.vocab_size, arch.hidden_size
         self.I, self.heads, self.D = arch.intermediate_size, arch.num_attention_heads, arch.head_dim
@@ -34,7 +35,11 @@ class Shape:
         self.cast = self.a != self.w  # autocast makes 16-bit copies of float32 weights and inputs
         self.r = self.rank = recipe.lora_rank or 0
         self.t = SIZES[recipe.lora_dtype] if self.lora else self.w
-        self.accumulates = recipe.gradient_accumulation_steps > 1
+        self.accumulates = window > self.B
+        self.host = recipe.optimizer_offload
+        self.master = recipe.master_weights and not self.host  # float32 copies on the card
+        self.u = 4 if self.master else self.t
+        self.leaving = self.host or recipe.optimizer_in_backward  # gradients don't stay
         self.masked = recipe.max_prompt_length > 1  # one row a micro-batch is padded
         self.eager = recipe.attn_implementation == "eager"
         self.capability = recipe.card.compute_capability
@@ -107,6 +112,11 @@ def reference(s: Shape) -> list[Term]:
     return weights(s, "reference model") if s.recipe.needs_reference else []
 
 
+def copies(s: Shape) -> list[Term]:
+    """Of the weights, in float32, for the optimizer (grpo/optimizer.py)."""
+    return of_each("parameters", "float32 copy of {}", s, 4) if s.master else []
+
+
 def adapters(s: Shape) -> list[Term]:
     return [Term("parameters", "adapters", (s.t,), s.trained)] if s.lora else []
 
@@ -120,8 +130,10 @@ def workspaces(s: Shape) -> list[Term]:
 def states(s: Shape) -> list[Term]:
     """What `optimizer.state` holds after a first step."""
     optim, n, category = s.recipe.optim, s.trained, "optimizer state"
+    if s.host:
+        return []
     if optim in ("adamw_torch", "adamw_torch_fused"):
-        return of_each(category, "exp_avg and exp_avg_sq of {}", s, s.t, 2)
+        return of_each(category, "exp_avg and exp_avg_sq of {}", s, s.u, 2)
     if optim == "adamw_8bit":  # a byte each and a scale for 256 (bitsandbytes/optim/optimizer.py)
         scales = Term(category, "their scales", (4,), 2 * (n // 256))
         return [*of_each(category, "8-bit states of {}", s, 1, 2), scales]
@@ -132,13 +144,21 @@ def states(s: Shape) -> list[Term]:
 
 
 def gradients(s: Shape) -> list[Term]:
-    return of_each("gradients", "of {}", s, s.t)
+    """What waits for the optimizer."""
+    return [] if s.leaving else of_each("gradients", "of {}", s, s.u)
 
 
 def stepping(s: Shape) -> list[Term]:
-    """The optimizer's temporaries."""
-    if s.recipe.optim == "adamw_torch":  # _multi_tensor_adam: exp_avg_sq_sqrt of all tensors at once
-        return of_each("temporaries", "roots of exp_avg_sq of {}", s, s.t)
+    """The optimizer's temporaries; where it steps in the backward, with the largest weight's gradient."""
+    if s.host:
+        return []
+    alone = s.recipe.optimizer_in_backward
+    waiting = [Term("gradients", "of the largest weight", (s.largest, s.t))] if alone else []
+    if s.recipe.optim == "adamw_torch":  # _multi_tensor_adam: exp_avg_sq_sqrt of all its tensors at once
+        roots = "roots of exp_avg_sq of {}"
+        of_largest = [Term("temporaries", roots.format("the largest weight"), (s.largest, s.t))]
+        return waiting + of_largest if alone else of_each("temporaries", roots, s, s.u)
     if s.recipe.optim == "adafactor":  # transformers' step: the gradient squared and the update; 16 bits become 32
-        return [Term("temporaries", "the update of the largest weight", (s.largest, 4), 2 if s.t == 4 else 4)]
-    return []
+        times = 2 if s.u == 4 else 4
+        return [*waiting, Term("temporaries", "the update of the largest weight", (s.largest, 4), times)]
+    return waiting

@@ -21,12 +21,16 @@ def play(recipe) -> Tape:
         _put(tape, shape.weights(s))
         if s.nf4:
             tape.drop(tape.make("temporaries", "a weight before it is packed", s.h, s.I, s.w))
-        _put(tape, shape.reference(s))
+        reference = _put(tape, shape.reference(s))
+    if recipe.reference_offload:
+        tape.drop(*reference)
+        _put(tape, [term for term in shape.reference(s) if term.count < s.L])
     _put(tape, shape.adapters(s))
     with tape.phase("optimizer states"):
         _put(tape, shape.workspaces(s))
+        _put(tape, shape.copies(s))
         _put(tape, shape.states(s))
-        tape.drop(*_optimizer(s, tape))
+        tape.drop(*([] if recipe.optimizer_in_backward else _optimizer(s, tape)))
     with tape.phase("rollout"):
         _rollout(s, tape)
     if recipe.needs_old_logps:
@@ -44,7 +48,7 @@ def play(recipe) -> Tape:
     tape.drop(*earlier)
     kept = _input_and_gradient(s, tape)
     with tape.phase("optimizer"):
-        tape.drop(*kept, *_optimizer(s, tape))
+        tape.drop(*kept, *([] if recipe.optimizer_in_backward else _optimizer(s, tape)))
     return tape
 
 
@@ -119,10 +123,12 @@ def _sample(s: Shape, tape: Tape, rows: int) -> None:
 
 def _score(s: Shape, tape: Tape, reference: bool = False) -> None:
     copies = _copies(s, tape, frozen=reference)
+    streamed = [tape.make("reference model", f"{name}'s weight, streamed", *size, s.w) for name, size in s.linears.items()
+                ] if reference and s.recipe.reference_offload else []  # fmt: skip
     layer = Layer(s, tape, s.B, s.T, adapted=not reference, frozen=reference)
     x = layer.activation("hidden states", s.h, s.w)
     out = layer.forward(x, {})
-    tape.drop(x)
+    tape.drop(x, *streamed)
     hidden = layer.norm(out, s.h, s.w, {}, "norm")
     tape.drop(out)
     Head(s, tape).forward({}, False, copies)
@@ -139,7 +145,9 @@ def _forward(s: Shape, tape: Tape) -> dict:
         copies = _copies(s, tape)
         layer = Layer(s, tape, s.B, s.T, grad=not checkpointed)
         saved: dict = {"others": [], "copies": [] if checkpointed else [tape.keep(copy) for copy in copies]}
-        if checkpointed:
+        if s.recipe.activation_offload:
+            pass  # they go to the host as the layers run
+        elif checkpointed:
             saved["others"] = [tape.make("activations", "layers' inputs", layer.n, s.h, s.w, count=s.L - 1)]
         else:
             scratch: dict = {}
@@ -167,12 +175,14 @@ def _backward(s: Shape, tape: Tape, saved: dict) -> None:
     """The head; the last layer, where all activations are; the embedding, where all gradients are."""
     g, head = Head(s, tape).backward(saved)
     tape.drop(saved.pop("head's input", None))
-    if head is not None and not s.arch.tie_word_embeddings and s.accumulates:
+    if head is not None and not s.arch.tie_word_embeddings and (s.accumulates or s.leaving):
         tape.drop(head)
         head = None
     layer = Layer(s, tape, s.B, s.T, grad=True)
     g = layer._norm_backward(g, layer.activation("gradient", s.h, s.w), saved, "norm")
     # From the last layer to the first, graphs go and gradients come: the fullest moment is in one of the two.
+    if s.recipe.activation_offload:
+        saved["others"] = [layer.activation("the next layer's input, fetched", s.h, s.w)]
     gradients = [] if s.lora or s.accumulates else [t for t in shape.gradients(s) if t.factors[0] != s.V]
     first = sum(t.blocks for t in gradients) > sum(t.bytes for t in saved["others"] + saved["copies"])
     if first:

@@ -203,7 +203,17 @@ def test_a_billion_tokens_are_answered():
     assert found.changes_task or not found.fits
 
 
-def test_offloads_that_aren_t_there_yet_are_left_out():
-    recipe = Recipe.preset("laptop_8gb", activation_offload=True)
-    found = advise(recipe, verify=False)
-    assert not found.recipe.activation_offload and found.text.startswith("Offloads are not available")
+def test_full_training_is_kept_where_the_host_can_help():
+    """Nothing that changes learning more than host memory does comes before it."""
+    found = advise(Recipe.preset("laptop_16gb", model="Qwen2.5-7B", gpu="RTX 4090"), verify=False)
+    assert found.fits and found.recipe.lora_rank is None and found.recipe.optimizer_offload
+    assert "GiB of host memory" in found.text and "ZeRO-Offload" in found.text
+
+
+def test_checkpoints_go_to_the_host_where_they_are_what_is_too_much():
+    long = Recipe(model="Llama-3.1-8B", gpu="RTX 4090", quantization="nf4_double", lora_rank=16, num_generations=8,
+                  per_device_train_batch_size=1, gradient_accumulation_steps=8, max_prompt_length=480,
+                  max_completion_length=40_000, logits="chunked", logits_chunk_size=256, activation_checkpointing=True,
+                  rollout_batch_size=1)
+    found = advise(long, verify=False)
+    assert found.fits and found.recipe.activation_offload and found.recipe.max_completion_length == 40_000

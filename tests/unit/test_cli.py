@@ -112,7 +112,7 @@ def test_train_says_its_cost_beforehand_and_prints_nothing_but_the_result(capsys
     (["estimate", "--beta", "much"], "takes a number"),
     (["estimate", "--activation-checkpointing", "maybe"], "takes true or false"),
     (["estimate", "--dtype", "fp8"], "not one of"),
-    (["estimate", "--optimizer-offload", "true"], "optimizer_offload"),
+    (["estimate", "--activation-offload", "true"], "activation_checkpointing=True as well"),
     (["diagnose", ""], "the text is empty"),
     (["diagnose", "no-such-file.txt"], "there is no file 'no-such-file.txt'"),
     (["train", "--out", "/no/such/folder/history.csv"], "there is no folder"),

@@ -204,12 +204,6 @@ def test_the_card_of_the_message_counts_and_a_recipe_that_fits_is_called_so():
     assert any("the recipe itself should fit" in words for words in fitting.advice)
 
 
-def test_offloads_that_can_t_be_counted_don_t_stop_a_diagnosis():
-    recipe = Recipe.preset("baseline", optimizer_offload=True)
-    found = diagnose("CUDA out of memory. Tried to allocate 4.64 GiB.", recipe)
-    assert found.candidates and any("offloads are not counted" in words for words in found.advice)
-
-
 @pytest.mark.parametrize("text, requested", [
     ("/bin/bash: line 1: 12345 Killed                  python train.py", None),
     ("slurmstepd: error: Detected 1 oom_kill event in StepId=123.batch.", None),

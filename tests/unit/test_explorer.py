@@ -93,7 +93,7 @@ def test_every_control_has_a_name_and_every_field_of_memory_has_a_control():
     for control in made.controls.values():
         assert control.description and control.tooltip
     without = {"lora_alpha", "lora_targets", "lora_dtype", "steps_per_generation", "num_iterations",
-               "logits_chunk_size", "activation_offload", "optimizer_offload", "loss_type", "scale_rewards", "epsilon",
+               "logits_chunk_size", "micro_batch_tokens", "optimizer_in_backward", "master_weights", "reference_offload", "loss_type", "scale_rewards", "epsilon",
                "epsilon_high", "temperature", "learning_rate", "max_steps", "seed", "task"}
     assert {field.name for field in dataclasses.fields(Recipe)} - without == {*CHOSEN, *LENGTHS}
 
