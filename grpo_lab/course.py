@@ -219,8 +219,13 @@ def _simulated(recipe: Recipe) -> dict[str, Any]:
 
 
 def _fingerprint(recipe: Recipe) -> str:
-    """Of all that decides the result: the recipe, this package's code and data, the libraries it runs."""
+    """Of all that decides the result: the recipe, the code and data that simulate it, the libraries they run."""
     return hashlib.sha256(repr((dataclasses.astuple(recipe), _what_simulates())).encode()).hexdigest()
+
+
+# What decides a simulated byte; pictures, advice and the formula don't.
+FOLDERS = ("grpo", "memory")
+SIMULATES = ("simulation.py", "recipe.py", "gpus.py", "models.py", "_architecture.py", "trainer/generate.py")
 
 
 @functools.cache
@@ -228,7 +233,9 @@ def _what_simulates() -> tuple[str, ...]:
     from ._data import data_path
 
     data = [data_path("cards.csv"), *data_path("architectures").glob("*.json")]
-    files = sorted([*Path(__file__).parent.rglob("*.py"), *data])
+    package = Path(__file__).parent
+    parts = [*SIMULATES, *(path.relative_to(package) for name in FOLDERS for path in (package / name).glob("*.py"))]
+    files = sorted([*(package / part for part in parts), *data])
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     return (code, *(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "bitsandbytes")))
 
