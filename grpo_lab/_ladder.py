@@ -142,7 +142,7 @@ def _checkpoint_offload(recipe: Recipe) -> Change | None:
     bytes_ = arch.num_hidden_layers * tokens * arch.hidden_size * (4 if recipe.dtype == "float32" else 2)
     return Change({"activation_offload": True}, "time", "checkpoints in host memory",
                   f"time: {bytes_ / 2**30:.2f} GiB cross the bus and come back in each micro-batch, beside the computation",
-                  'GRPOConfig(activation_checkpointing_kwargs={"offload": True}), which copies and computes by turns',
+                  "no field that works in TRL 1.16: grpo_lab.grpo.offload.offload_checkpoints(model) (notebook 06)",
                   "the same numbers; two layers' inputs stay on the card")  # fmt: skip
 
 

@@ -40,6 +40,7 @@ NOT_IN_TRL = (
     "logits_chunk_size",
     "lora_dtype",
     "micro_batch_tokens",
+    "activation_offload",  # transformers' `offload` fails in TRL 1.16, which hands it on to torch's checkpoint
     "optimizer_offload",
     "optimizer_in_backward",
     "master_weights",
@@ -66,7 +67,7 @@ def to_trl(recipe: Recipe, overrides: dict[str, Any]) -> tuple[GRPOConfig, LoraC
         "bf16": recipe.autocast == "bfloat16",
         "fp16": recipe.autocast == "float16",
         _checkpointing(): recipe.activation_checkpointing,
-        f"{_checkpointing()}_kwargs": {"use_reentrant": False} | ({"offload": True} if recipe.activation_offload else {}),
+        f"{_checkpointing()}_kwargs": {"use_reentrant": False},
         "model_init_kwargs": model_init_kwargs(recipe),
         "use_cpu": not torch.cuda.is_available(),
         "report_to": "none",
@@ -110,7 +111,6 @@ def from_trl(config: GRPOConfig, peft_config: LoraConfig | None, model: str | No
         "steps_per_generation": config.steps_per_generation,
         "autocast": "bfloat16" if config.bf16 else "float16" if config.fp16 else None,
         "activation_checkpointing": bool(getattr(config, _checkpointing())),
-        "activation_offload": bool((getattr(config, f"{_checkpointing()}_kwargs") or {}).get("offload")),
         "logits": "chunked",  # what TRL 1.16 does
         "quantization": _quantization(init.get("quantization_config")),
         "attn_implementation": init.get("attn_implementation", "sdpa"),

@@ -18,7 +18,6 @@ from .recipe import Recipe
 def trl_lines(recipe: Recipe) -> str:
     """Python that builds the `GRPOConfig` and `LoraConfig` of ``recipe.to_trl()``, ready to copy."""
     kept, checkpointing = _kept_elsewhere(recipe), _checkpointing()
-    offload = ', "offload": True' if recipe.activation_offload else ""
     head, init = ["from trl import GRPOConfig"], f'"dtype": "{recipe.dtype}", '
     init += f'"attn_implementation": "{recipe.attn_implementation}"'
     if recipe.lora_rank is not None:
@@ -35,7 +34,7 @@ def trl_lines(recipe: Recipe) -> str:
         "fp16": recipe.autocast == "float16", checkpointing: recipe.activation_checkpointing,
     }  # fmt: skip
     body = [f"    {name}={value!r}," for name, value in fields.items() if value is not None]
-    body += [f'    {checkpointing}_kwargs={{"use_reentrant": False{offload}}},', f"    model_init_kwargs={{{init}}},"]
+    body += [f'    {checkpointing}_kwargs={{"use_reentrant": False}},', f"    model_init_kwargs={{{init}}},"]
     after = []
     if recipe.lora_rank is not None:
         targets = recipe.lora_targets if isinstance(recipe.lora_targets, str) else list(recipe.lora_targets)
@@ -50,7 +49,7 @@ def _kept_elsewhere(recipe: Recipe) -> list[str]:
     lines = [f"# for {recipe.model!r}; TRL cuts no prompts: keep yours within {recipe.max_prompt_length:,} tokens"]
     if recipe.rollout_batch < recipe.generation_batch_size:
         lines.append(f"# TRL generates {recipe.generation_batch_size} sequences at once, not {recipe.rollout_batch}")
-    ours = [name for name in NOT_IN_TRL if name.startswith(("optimizer_", "micro_", "master_", "reference_"))]
+    ours = [name for name in NOT_IN_TRL if name.startswith(("optimizer_", "micro_", "master_", "reference_", "activation_"))]
     if names := [name for name in ours if getattr(recipe, name)]:
         lines.append(f"# of grpo_lab alone: {', '.join(names)}")
     if recipe.logits == "full":

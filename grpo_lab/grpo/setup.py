@@ -25,6 +25,8 @@ def prepare(model, recipe):
         model.activation_checkpointing_enable({"use_reentrant": False})
         if recipe.activation_offload:
             offload_checkpoints(model)
+    elif getattr(model, "is_activation_checkpointing", False):  # from an earlier recipe
+        model.activation_checkpointing_disable()
     return policy.train()
 
 

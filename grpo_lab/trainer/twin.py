@@ -98,11 +98,17 @@ def check(trainer) -> None:
             (args.use_liger_kernel, "use_liger_kernel=True", "set it to False"),
             (trainer._is_vlm, "a model with images", "use a text model"),
             (trainer.rollout_func is not None, "rollout_func", "leave it out: the trainer's own rollout is simulated"),
-            (trainer.environment_factories is not None, "environment_factory", "leave it out")):
+            (trainer.environment_factories is not None, "environment_factory", "leave it out"),
+            (_offloads(args), "activation checkpointing with offload", "leave it out: TRL 1.16 itself fails with it")):
         if is_so:
             raise NotImplementedError(f"a trainer with {what} can't be simulated: {way}")
     for name in PRIVATE:
         need(trainer, name)
+
+
+def _offloads(args) -> bool:
+    settings = (getattr(args, f"{way}_checkpointing_kwargs", None) or {} for way in ("activation", "gradient"))
+    return any(s.get("offload") for s in settings)
 
 
 def _twin(trainer, steps: int, every_micro_batch: bool):

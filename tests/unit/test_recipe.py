@@ -371,7 +371,7 @@ def test_the_baseline_is_what_the_course_starts_from():
     assert (baseline.max_prompt_length, baseline.max_completion_length, baseline.beta) == (256, 1024, 0.04)
     assert (baseline.logits, baseline.optim, baseline.activation_checkpointing) == (
         "full",
-        "adamw_torch",
+        "adamw_torch_fused",
         False,
     )
     assert baseline.needs_reference

@@ -273,7 +273,8 @@ def test_a_tokenizer_that_is_not_here_asks_for_a_length():
     ("args", "use_vllm", True, "use_vllm"), ("args", "use_liger_kernel", True, "use_liger_kernel"),
     ("trainer", "is_deepspeed_enabled", True, "DeepSpeed"), ("trainer", "is_fsdp_enabled", True, "FSDP"),
     ("trainer", "_is_vlm", True, "images"), ("trainer", "rollout_func", print, "rollout_func"),
-    ("args", "use_transformers_continuous_batching", True, "continuous_batching")])
+    ("args", "use_transformers_continuous_batching", True, "continuous_batching"),
+    ("args", "activation_checkpointing_kwargs", {"offload": True}, "offload")])
 def test_what_cannot_be_simulated_is_said(tiny_trainer, monkeypatch, place, name, value, words):
     monkeypatch.setattr(tiny_trainer if place == "trainer" else tiny_trainer.args, name, value)
     with pytest.raises(NotImplementedError, match=words):
