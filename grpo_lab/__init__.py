@@ -10,6 +10,7 @@ from importlib import import_module
 _HOMES = {  # public name -> module; imported on first use, so that `recipe` and `gpus` stay free of torch
     "Recipe": "recipe", "simulate": "simulation", "measure": "simulation", "train": "grpo.train",
     "estimate": "estimation", "advise": "advice", "diagnose": "diagnosis", "explore": "explorer",
+    "find_batch_size": "batch_search",
     "MemoryReport": "memory", "VirtualGPU": "memory", "track": "memory", "oom_guard": "memory.guard",
     "no_weights": "trainer.no_weights", "PhaseCallback": "trainer.phases",
 }
