@@ -151,6 +151,5 @@ def known(name):
         from peft import LoraConfig as config
     else:
         from transformers import BitsAndBytesConfig as config
-    if dataclasses.is_dataclass(config):
-        return {field.name for field in dataclasses.fields(config)}
-    return set(inspect.signature(config).parameters)
+    fields = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
+    return fields | set(inspect.signature(config.__init__).parameters)
