@@ -32,7 +32,6 @@ Try = namedtuple("Try", "per_device_train_batch_size how peak_reserved fits")
 class BatchSearch:
     """`recipe` is `start` with the size found, None if no size fits. `tries` is a DataFrame, one row a try in their
     order: per_device_train_batch_size, how (estimated, simulated, measured), peak_reserved (bytes), fits."""
-
     recipe: Recipe | None
     start: Recipe
     tries: pd.DataFrame
@@ -40,7 +39,8 @@ class BatchSearch:
     def __str__(self) -> str:
         rows = list(self.tries.itertuples(index=False))
         last = {row[0]: row for row in rows}  # the last word on each size
-        of = f", of {human(self.start.card.budget)} on {self.start.card.name}"
+        name = f" on {self.start.gpu}" if isinstance(self.start.gpu, str) else ""
+        of = f", of {human(self.start.card.budget)}{name}"
         counts = "tries: " + ", ".join(f"{n} {how}" for how, n in Counter(row.how for row in rows).items())
         if self.recipe is None:
             return f"no size fits: {_says(last[min(last)])}{of}\nadvise(recipe) knows what else to change\n{counts}"
@@ -56,8 +56,8 @@ class BatchSearch:
 
     def _repr_html_(self) -> str:
         sizes = ["" if pd.isna(n) else human(n) for n in self.tries["peak_reserved"]]
-        text = "<p>" + escape(str(self)).replace("\n", "<br>") + "</p>"
-        return text + self.tries.assign(peak_reserved=sizes).to_html(index=False)
+        table = self.tries.assign(peak_reserved=sizes).to_html(index=False)
+        return f"<p>{escape(str(self))}</p>".replace("\n", "<br>") + table
 
 
 def _says(row: Any) -> str:
@@ -96,7 +96,6 @@ def find_batch_size(
     search, best = _Search(recipe, *_sizes(recipe, keep_effective), progress), -1
     if search.highest(1 / 1.5) >= 0:  # else by far too large: the formula is right within percents
         from .simulation import simulate
-
         best = search.edge(len(search.sizes), "simulated", simulate)
     if best >= 0:
         with _attempts(recipe, model, attempt) as attempt:
@@ -110,7 +109,6 @@ class _Search:
 
     def __init__(self, recipe: Recipe, sizes: Sequence[int], made: Callable[[int], Recipe], progress: bool):
         self.budget, self.sizes, self.made, self.progress = recipe.card.budget, sizes, made, progress
-        self.cost = " (each up to a minute)" if recipe.lora_rank else " (seconds each)"
         self.log: list[Try] = []
         self.estimates: dict[int, int] = {}
 
@@ -119,12 +117,11 @@ class _Search:
         from tqdm.auto import tqdm
 
         from .memory.guard import oom_guard
-
         low = -1
         with tqdm(disable=not self.progress, unit="try", leave=False) as bar:
             while high - low > 1:
                 index, peak = min(max(self._next(low, high, how), low + 1), high - 1), None
-                bar.set_description(f"micro-batch {self.sizes[index]}, {how}{self.cost}")
+                bar.set_description(f"micro-batch {self.sizes[index]}, {how} (seconds each, with LoRA up to a minute)")
                 with oom_guard() as oom:
                     peak = getattr(run(self.made(self.sizes[index])), "peak_reserved", None)
                 fits = not oom and (peak is None or peak <= self.budget)
@@ -151,7 +148,7 @@ class _Search:
 
         if len(self.sizes) <= 64:
             return max(filter(within, range(len(self.sizes))), default=-1)
-        high = 1
+        high = 1  # most are by far too large: double first
         while high < len(self.sizes) and within(high - 1):
             high *= 2
         return bisect.bisect_left(range(min(high, len(self.sizes))), True, key=lambda index: not within(index)) - 1
@@ -184,7 +181,6 @@ def _sizes(recipe: Recipe, keep_effective: bool) -> tuple[Sequence[int], Callabl
 def _attempts(recipe: Recipe, model: Any, attempt: Callable[[Recipe], Any] | None) -> Iterator[Any]:
     """What tries a recipe for real; None where nothing can."""
     import torch
-
     at_hand = model is not None or recipe.model in WITH_WEIGHTS or Path(recipe.model).expanduser().is_dir()
     if attempt is not None or not (torch.cuda.is_available() and at_hand):
         yield attempt

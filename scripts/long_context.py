@@ -23,8 +23,10 @@ LEAN = Recipe(
     per_device_train_batch_size=1, gradient_accumulation_steps=8, rollout_batch_size=2, logits="chunked",
     logits_chunk_size=256, activation_checkpointing=True, activation_offload=True, quantization="nf4_double",
     lora_rank=16, lora_dtype="bfloat16", optim="adamw_torch_fused")  # fmt: skip
+EXPANDABLE = "expandable_segments:True"  # the value of PYTORCH_ALLOC_CONF; notebook 11
 ROWS: dict[str, dict[str, Any]] = {
-    "everything": {},
+    "everything, with expandable segments": {},
+    "everything, by PyTorch's defaults": {},
     "16-bit weights instead of NF4": {"quantization": None},
     "checkpoints on the card": {"activation_offload": False},
     "all 8 answers generated at once": {"rollout_batch_size": None},
@@ -35,7 +37,7 @@ ROWS: dict[str, dict[str, Any]] = {
 def table() -> pd.DataFrame:
     rows = []
     for name, changes in tqdm(ROWS.items(), unit="recipe", leave=False):
-        report = simulate(LEAN.replace(**changes))
+        report = simulate(LEAN.replace(**changes), alloc_conf=EXPANDABLE if "expandable" in name else None)
         rows.append({"recipe": name, "allocated": report.peak_allocated / GB, "reserved": report.peak_reserved / GB,
                      "host": report.peak_host / GB, "peak in": report.phases["peak_allocated"].idxmax()})
     return pd.DataFrame(rows)

@@ -302,7 +302,6 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def leaves(out) -> list[torch.Tensor]:
-    """The plain tensors in what an op returned."""
     if isinstance(out, torch.Tensor):
         return _plain(out)
     if isinstance(out, (tuple, list)):

@@ -153,15 +153,15 @@ def test_a_tape_counts_users():
     assert tape.bytes == 0 and tape.peaks["forward"].bytes == 100
 
 
-LONG = dict(model="SmolLM2-135M", gpu="RTX 3080 Laptop 16GB", per_device_train_batch_size=2, max_prompt_length=256,
-            gradient_accumulation_steps=4, max_completion_length=768, logits="chunked", logits_chunk_size=64,
+LONG = dict(model="Qwen2.5-0.5B", gpu="RTX 3080 Laptop 16GB", per_device_train_batch_size=2, max_prompt_length=256,
+            gradient_accumulation_steps=4, max_completion_length=512, logits="chunked", logits_chunk_size=64,
             activation_checkpointing=True, rollout_batch_size=4, optim="adamw_torch")
 ONE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
 
 @pytest.mark.parametrize("changes", [
     {"activation_offload": True, "logits_chunk_size": 1024}, {"optimizer_offload": True}, {"master_weights": True},
-    ONE | {"master_weights": True}, ONE | {"optimizer_in_backward": True}, {"micro_batch_tokens": 3 * 1024 + 5},
+    ONE | {"master_weights": True}, ONE | {"optimizer_in_backward": True}, {"micro_batch_tokens": 3 * 768 + 5},
     ONE | {"optimizer_in_backward": True, "logits": "full", "activation_checkpointing": False},
     {"beta": 0.1, "reference_offload": True, "optimizer_offload": True, "dtype": "float32"},
     {"lora_rank": 16, "activation_offload": True, "optimizer_offload": True},
@@ -169,6 +169,6 @@ ONE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 def test_host_memory_is_counted_as_the_instrument_counts_it(changes):
     recipe = Recipe(**LONG | changes)
     report, formula = simulate(recipe), estimate(recipe)
-    assert formula.peak_allocated == pytest.approx(report.peak_allocated, rel=0.02)
+    assert formula.peak_allocated == pytest.approx(report.peak_allocated, rel=0.03)
     for phase in ("rollout", "forward", "backward", "optimizer"):
         assert formula.moments[phase].bytes == pytest.approx(report.phases.loc[phase, "peak_allocated"], rel=0.03)
