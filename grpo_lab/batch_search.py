@@ -187,7 +187,6 @@ def _attempts(recipe: Recipe, model: Any, attempt: Callable[[Recipe], Any] | Non
         return
     from . import _trl, models
     from .simulation import measure
-
     model = models.load(recipe.model, **_trl.model_init_kwargs(recipe))[0] if model is None else model
     home, allowed = next(model.parameters()).device, torch.cuda.get_per_process_memory_fraction()
     try:
