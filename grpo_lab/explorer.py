@@ -30,7 +30,7 @@ CHOSEN: dict[str, tuple[str, list[Any]]] = {
     "rollout_batch_size": ("rollout batch", [None, *POWERS]),
     "logits": ("logits", list(CHOICES["logits"])),
     "activation_checkpointing": ("checkpointing", [False, True]),
-    "activation_offload": ("checkpoints on host", [False, True]),
+    "activation_offload": ("inputs on host", [False, True]),
     "dtype": ("weights in", list(CHOICES["dtype"])),
     "autocast": ("autocast", list(CHOICES["autocast"])),
     "optim": ("optimizer", list(CHOICES["optim"])),
