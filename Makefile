@@ -4,7 +4,7 @@
 # make pictures   draw the README's picture again
 # make screenshot take the README's picture of the sliders again, in a real browser
 # make truth      published measurements of real cards beside the virtual card's figures (some minutes)
-# make bench      how fast the instrument is, beside PyTorch's own
+# make bench      how fast the instrument is, beside PyTorch's own; our step against TRL's trainer
 # make card       measure this machine's CUDA card beside its prediction, and keep the result as data
 # make clean      remove what the above have made
 #
@@ -53,6 +53,7 @@ truth: $(LAB)
 
 bench: $(LAB)
 	$(BIN)/python scripts/bench.py
+	$(BIN)/python scripts/bench_trl.py
 
 card: $(LAB)
 	$(BIN)/python scripts/measure_card.py
