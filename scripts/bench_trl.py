@@ -90,8 +90,7 @@ class Endless:
 
 
 def fresh(recipe):
-    model, tokenizer = models.load(recipe.model, dtype=recipe.dtype)
-    return model.to(getattr(torch, recipe.dtype)), tokenizer
+    return models.load(recipe.model, dtype=recipe.dtype)
 
 
 def compare(recipe, rounds: int) -> dict:

@@ -103,8 +103,9 @@ class _beside:
     def __enter__(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
             return None
-        stream = self.streams.setdefault(self.device, None) or torch.cuda.Stream(self.device)
-        self.streams[self.device] = stream
+        if self.device not in self.streams:
+            self.streams[self.device] = torch.cuda.Stream(self.device)
+        stream = self.streams[self.device]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         self.event, self.context = torch.cuda.Event(), torch.cuda.stream(stream)
         self.context.__enter__()
